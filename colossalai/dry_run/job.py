@@ -70,6 +70,7 @@ def dry_run(
     ``build`` is called for each rank, as in a launched job, with the meta device as the default.  A ``zero``
     section is priced by a formula.
     """
+    _check_sections(config)
     launched = {key: value for key, value in config.items() if key != "zero"}
     if config.get("zero") is not None:
         # what ZeRO computes in: stages of a pipeline are played with it; an fp16 of the config's own is
@@ -90,6 +91,17 @@ def dry_run(
             with fake_launch(launched, rank, world_size):
                 reports.append(player.play(rank, coord))
     return reports
+
+
+def _check_sections(config: object) -> None:
+    """Refuse what names a plugin: the plan of a dry run is in sections, and without one it is plain DDP."""
+    plugin = config.get("plugin") if isinstance(config, Mapping) else config
+    if plugin is not None or config is None:
+        raise ConfigException(
+            f"a dry run takes the sections of a config, not a plugin or its name, got {config!r}: write"
+            " dict(zero=dict(level=2)) for 'zero2', dict(zero=dict(level=3, placement_policy='cpu')) for"
+            " 'gemini', 'cuda' in its place for 'gemini_cuda', and dict() for 'ddp'"
+        )
 
 
 class _Player:

@@ -495,7 +495,7 @@ def _set_numpy_state(state: _NumpyState) -> None:
 
 def _numpy_numbers() -> bytes:
     """The 624 numbers of a Mersenne twister and its position; nothing for other generators."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     is_twister = isinstance(generator, np.random.MT19937)
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4) if is_twister else b""
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import colossalai
 from colossalai.amp import AMP_TYPE
+from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.context.config import ConfigException
 from colossalai.context.fake_launch import fake_launch
 from colossalai.dry_run import MemoryEstimate, dry_run, estimate_memory, format_reports
@@ -180,6 +181,13 @@ def test_stages_of_a_pipeline_are_divided_by_zero() -> None:
 )
 def test_zero_sections_that_a_job_would_refuse(config: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigException, ValueError), match=message):
+        dry_run(config, 4, functools.partial(build, True))
+
+
+@pytest.mark.parametrize("config", ["zero2", {"plugin": "zero2"}, None, LowLevelZeroPlugin])
+def test_a_plugin_is_not_a_config(config: Any) -> None:
+    """It was priced as plain data parallelism."""
+    with pytest.raises(ConfigException, match=r"not a plugin or its name, got .*zero=dict\(level=2\)"):
         dry_run(config, 4, functools.partial(build, True))
 
 

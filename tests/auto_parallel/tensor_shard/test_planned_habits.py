@@ -228,6 +228,49 @@ def test_ranks_may_load_their_own_samples() -> None:
     spawn(_distributed, 4)
 
 
+class Branching(nn.Module):
+    """Its code looks at values, so it is one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y if y.sum() > 0 else -y
+
+
+class SharesWeight(nn.Module):
+    """A product and a module that is one operation take the same weight; a comparison gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Branching()
+        self.second.fc.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        hidden = torch.where(hidden > 0, hidden, 0.5 * hidden)
+        result: Tensor = self.second(hidden)
+        return result.square().mean()
+
+
+def _shared(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    for seed in range(4):
+        torch.manual_seed(0)
+        model, x = SharesWeight().double(), torch.randn(8, 8, dtype=torch.float64)
+        serial = copy.deepcopy(model)
+        model, _ = planned(model, (1, 2), seed, x=x)
+        for one in (model, serial):
+            one(x).backward()
+        check_equal(model, serial, gradients=True)
+
+
+def test_a_weight_that_a_module_of_one_operation_shares() -> None:
+    spawn(_shared, 2)
+
+
 # ---- gradients ----
 
 

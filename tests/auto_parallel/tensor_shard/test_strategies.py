@@ -132,6 +132,22 @@ def test_weights_that_rest_cut_are_gathered_and_their_gradients_scattered() -> N
     assert problem.table(flow)[row, column] == pytest.approx(sum(sent))
 
 
+def test_no_gradient_comes_back_from_a_comparison() -> None:
+    class Leaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.fc(x)
+            return torch.where(x > 0, x, 0.1 * x).mean()
+
+    problem = build_strategy_constructor(trace_model(Leaky(), torch.zeros(8, 8)), grid(1, 2)).problem
+    compared = next(f for f in problem.flows if problem.vertices[f.target].name == "gt")
+    assert not compared.learns
+    assert all(not p.inputs[0].spread for p in problem.vertices[compared.target].placements)
+
+
 def test_large_batches_under_a_budget_gather_their_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     found = build_strategy_constructor(trace_model(model, torch.zeros(2**14, 64)), grid(1, 4))

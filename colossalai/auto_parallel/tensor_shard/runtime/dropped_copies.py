@@ -69,16 +69,14 @@ class _DroppedCopy:
 
     def whole(self) -> Tensor:
         """The copy; it is moved when the first of its uses asks, and let go of after the last."""
-        if self.again is None:
-            if self.piece._version != self.version:
-                raise RuntimeError(
-                    "a parameter was changed in place between the forward pass and the backward pass, which"
-                    " needs what it was; call backward before optimizer.step"
-                )
-            self.again, self.left = (
-                move(self.piece, self.src, self.dst, self.mesh, links=self.links),
-                self.uses,
+        if self.piece._version != self.version:
+            raise RuntimeError(
+                "a parameter was changed in place between the forward pass and the backward pass, which"
+                " needs what it was; call backward before optimizer.step"
             )
+        if self.again is None:
+            self.again = move(self.piece, self.src, self.dst, self.mesh, links=self.links)
+            self.left = self.uses
         again, self.left = self.again, self.left - 1
         if not self.left:
             self.again = None

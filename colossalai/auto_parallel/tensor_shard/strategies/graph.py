@@ -54,8 +54,9 @@ class PlanNode:
 
     @property
     def learns(self) -> tuple[bool, ...]:
-        """For each operand whether its gradient is asked for here."""
-        return tuple(source.learns and self.reached for source in self.operands)
+        """For each operand whether a gradient comes back to it from here."""
+        gives = self.reached and any(info.requires_grad for info in self.op.outputs)  # a comparison does not
+        return tuple(source.learns and gives for source in self.operands)
 
 
 @dataclass
