@@ -8,8 +8,9 @@ rivals at the same peak.
 The first form measures steps (a forward and a backward pass) under budgets between the least that is possible
 and all that is needed, then with all blocks recomputed and with Chen's segments, and ours with the bytes that
 these took.  ``--compiled`` compares with torch's ``activation_memory_budget``, all compiled; ``--xl`` trains
-GPT-2 XL of transformers and that of our zoo.  Every row is printed when it is known, and a case that fails
-does not end the others.  ``--small`` runs toys on a CPU.
+GPT-2 XL of transformers and that of our zoo.  Every row is printed when it is known, what is under way says
+after each half minute how long it has taken and how many bytes it needed so far, and a case that fails does
+not end the others.  ``--small`` runs toys on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -41,6 +43,7 @@ from colossalai.nn import chunk_causal_loss, skip_causal_mask
 from colossalai.utils.memory.live_bytes import LiveBytes
 
 GIB = 2**30
+HALF_MINUTE = 30.0
 TORCH_BUDGETS = (0.25, 0.6)
 PEAK_BAR, TIME_BAR, NOISE = 0.05, 0.10, 0.02
 VERDICTS: Counter[str] = Counter()
@@ -239,7 +242,9 @@ def _compiled(bench: Bench) -> Measured:
 
 @contextmanager
 def guarded(label: str, side: str) -> Iterator[None]:
-    """An error is printed, and the next side begins."""
+    """An error is printed, and the next side begins; meanwhile a line is printed each half minute."""
+    is_done = threading.Event()
+    threading.Thread(target=_report, args=(f"{label:16} {side}", is_done), daemon=True).start()
     try:
         yield
     except Exception as error:
@@ -247,9 +252,18 @@ def guarded(label: str, side: str) -> Iterator[None]:
         print(f"{label:16} {side}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         if not isinstance(error, (torch.OutOfMemoryError, ValueError)):
             traceback.print_exc(limit=-4)
+    finally:
+        is_done.set()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _report(what: str, is_done: threading.Event) -> None:
+    start = time.perf_counter()
+    while not is_done.wait(HALF_MINUTE):
+        used = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+        print(f"{what}: {time.perf_counter() - start:.0f} s so far, at most {used:.3f} GiB", flush=True)
 
 
 def _cases(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[tuple[str, Case, int]]:

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map_only
 
+from colossalai.utils.layer_drop import all_layers
+
 RECOMPUTED = "activation_checkpoint"
 """The key of a node's meta under which the number of the checkpointed function lies that it is part of."""
 
@@ -50,6 +52,9 @@ def fake_like(tree: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     return tree_map_only(Tensor, fake, tree)
 
 
+_LAYER_DROP = "layers are left out at a rate of {:g}; the graph has all of them"
+
+
 @contextmanager
 def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[list[str]]:
     """Within the block, parameters and buffers of ``model`` are fake; afterwards it is what it was.
@@ -64,7 +69,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         _take_fakes(modules, mode, device)
         _say_exporting(undo)
         _inline_checkpoints(undo)
-        yield [*_without_layerdrop(modules), *_without_cache(modules, undo)]
+        with all_layers(model) as rates:
+            yield [*map(_LAYER_DROP.format, rates), *_without_cache(modules, undo)]
     finally:
         for restore in undo:
             restore()
@@ -147,28 +153,6 @@ def label_nodes(key: str, value: Any) -> Iterator[None]:
     while node is not before:
         node.meta.setdefault(key, value)
         node = node.prev
-
-
-class _NeverDropped(float):
-    """A rate at which layers are left out that no drawn number is below, so that no layer is."""
-
-    def __gt__(self, other: object) -> bool:
-        return False
-
-    def __ge__(self, other: object) -> bool:
-        return False
-
-
-def _without_layerdrop(modules: list[nn.Module]) -> list[str]:
-    """Let no layer be left out at random: which ones are is drawn anew in every step."""
-    rates: set[float] = set()
-    for module in modules:
-        for name, value in list(module.__dict__.items()):
-            if "layerdrop" in name.lower() and isinstance(value, float):
-                module.__dict__[name] = _NeverDropped(value)
-                rates.add(value)
-    rates.discard(0.0)
-    return [f"layers are left out at a rate of {rate:g}; the graph has all of them" for rate in sorted(rates)]
 
 
 def _without_cache(modules: list[nn.Module], undo: list[Callable[[], None]]) -> list[str]:

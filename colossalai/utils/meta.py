@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
@@ -103,11 +104,23 @@ def _attention_of_cpu(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    if dropout_p == 0:
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal)
-    slow = torch.ops.aten._scaled_dot_product_attention_math
-    grouped = key.size(1) != query.size(1)
-    return slow(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=grouped)[0]
+    like_q, like_k, like_v = (_on_cpu(t) for t in (query, key, value))
+    mask = None if attn_mask is None else _on_cpu(attn_mask)
+    grouped = {"enable_gqa": options.get("enable_gqa", False)}
+    kernel = torch._fused_sdp_choice(like_q, like_k, like_v, mask, dropout_p, is_causal, **grouped)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, query.new_zeros(()), query.new_full((), float("-inf")))
+    if kernel != SDPBackend.FLASH_ATTENTION.value:
+        slow = torch.ops.aten._scaled_dot_product_attention_math
+        return slow(query, key, value, attn_mask, dropout_p, is_causal, **grouped)[0]
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask)[0]
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor of this shape on the CPU, by which torch chooses a kernel; it has memory for one row."""
+    made = torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device="cpu").expand(tensor.shape)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

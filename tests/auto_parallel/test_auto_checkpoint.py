@@ -139,6 +139,29 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
     with pytest.raises(ValueError, match="has no part 'x'"):
         auto_checkpoint(model, batch, "1 GiB", blocks=["x"])
+    with pytest.raises(ValueError, match="memory: a size is a number of bytes"):
+        auto_checkpoint(model, batch, 2.5e9)  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {
+        r"'transformer.h' is never called itself; take .* transformer.h.0, transformer.h.1": {
+            "blocks": ["transformer.h"]
+        },
+        "'transformer.h.0.mlp' lies in the block 'transformer.h.0'": {
+            "blocks": ["transformer.h.0", "transformer.h.0.mlp"]
+        },
+        r"blocks is a list of names of modules, got \[\]": {"blocks": []},
+        "stored is a number of micro-batches, at least 1, got 0": {"stored": 0},
+        "autocast is a dtype such as torch.bfloat16, or None, got True": {"autocast": True},
+        "optimizer is an optimizer of this model, not its class": {"optimizer": torch.optim.Adam},
+        "plugin is a plugin of colossalai.booster, got 'gemini'": {"plugin": "gemini"},
+        "time_limit is a number of seconds above 0, got 0": {"time_limit": 0},
+        r"a batch is \(data, label\), or a dict with 'labels', got 3 items": {
+            "batch": (IDS, IDS, IDS),
+            "criterion": nn.CrossEntropyLoss(),
+        },
+    }
+    for message, options in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            auto_checkpoint(model, **{"batch": batch, "memory": "1 GiB", **options})
     with pytest.raises(ValueError, match="measure=True needs the model on a GPU"):
         auto_checkpoint(model, batch, "1 GiB", measure=True)
     with pytest.raises(ValueError, match="there is no device 'abacus'"):

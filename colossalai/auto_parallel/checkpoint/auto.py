@@ -30,6 +30,7 @@ def auto_checkpoint(
     stored: int = 1,
     regions: bool = True,
     plugin: SharesModel | None = None,
+    accumulates: bool = False,
     time_limit: float = 10.0,
 ) -> CheckpointPlan:
     """Let each block of ``model`` keep, recompute or offload its activations, so that a training step needs
@@ -61,6 +62,8 @@ def auto_checkpoint(
             ``False`` for a model that ``torch.compile`` compiles.
         plugin: the plugin of the ``Booster`` that will train the model; what it divides over ranks or moves
             to the host is counted as it will lie on this rank. Gemini's chunks get the room that is left.
+        accumulates: gradients of batches before lie there during the forward pass, as with gradient
+            accumulation, or ``zero_grad(set_to_none=False)``; by default there are none.
         time_limit: seconds for each solution; after that, the best that was found, with its gap.
     """
     planner = CheckpointPlanner(
@@ -76,6 +79,7 @@ def auto_checkpoint(
         stored=stored,
         regions=regions,
         plugin=plugin,
+        accumulates=accumulates,
     )
     plan = planner.plan(memory, time_limit)
     planner.apply(plan)

@@ -21,16 +21,32 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_checkpoint needs a module, got {type(model).__name__}")
-    if names is not None:
-        wrong = [name for name in names if not name or name not in dict(model.named_modules())]
-        if wrong:
-            raise ValueError(f"auto_checkpoint: {type(model).__name__} has no part {wrong[0]!r}")
-        found = [model.get_submodule(name) for name in names]
-    else:
-        found = _entries(model) or _parts(model)
+    found = _named(model, names) if names is not None else _entries(model) or _parts(model)
     refuse_checkpointed(model, found)
     chosen = set(found)
     return {name: module for name, module in model.named_modules() if module in chosen}
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules called ``names``; refuses what cannot be blocks."""
+    if isinstance(names, str) or not names:
+        raise ValueError(f"auto_checkpoint: blocks is a list of names of modules, got {names!r}")
+    parts = dict(model.named_modules())
+    for name in names:
+        if not name or name not in parts:
+            raise ValueError(f"auto_checkpoint: {type(model).__name__} has no part {name!r}")
+        if not _is_called(parts[name]):
+            inner = [f"{name}.{child}" for child, _ in parts[name].named_children()]
+            raise ValueError(
+                f"auto_checkpoint: the {type(parts[name]).__name__} {name!r} is never called itself; take"
+                f" what is in it as blocks: {', '.join(inner[:3])} ..."
+            )
+        outer = next((other for other in names if name.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise ValueError(
+                f"auto_checkpoint: the block {name!r} lies in the block {outer!r}; leave out one"
+            )
+    return [parts[name] for name in names]
 
 
 def _entries(module: nn.Module) -> list[nn.Module]:

@@ -85,6 +85,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
         nonlocal before, above
         before = torch.cuda.memory_allocated(device)
         with _PeakAbove(device) as peak:
+            step.reset_gradients()
             with step.autocasts("cuda"):
                 loss = step.loss(step.model, batch)
             loss.backward()

@@ -1,7 +1,7 @@
 """A model on the meta device for a while, without a copy of it, or run where it is without a trace.
 
 The modules stay the same objects: what is learnt about them there (such as that a block leaves its inputs
-alone) holds afterwards.
+alone) holds afterwards.  Steps are alike: no layer is left out at random, and random numbers begin anew.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from colossalai.utils.activation_checkpoint import random_states_kept
+from colossalai.utils.layer_drop import all_layers
 
 
 @contextmanager
@@ -30,7 +34,6 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
             swapped[id(tensor)] = _meta_of(tensor, dtype)
         return swapped[id(tensor)]
 
-    numbers = random.getstate()
     try:
         for module in modules:
             for own in _own(module):
@@ -39,10 +42,9 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
                 if name not in ("_parameters", "_buffers", "_modules"):
                     vars(module)[name] = tree_map_only(Tensor, meta, value) if _may_hold(value) else value
             module.training = True
-        with torch.random.fork_rng(devices=[]):
+        with _alike(model):
             yield
     finally:
-        random.setstate(numbers)
         for module, attributes, parameters, buffers in before:
             vars(module).clear()
             vars(module).update(attributes)
@@ -50,6 +52,16 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
                 own.clear()
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+@contextmanager
+def _alike(model: nn.Module) -> Iterator[None]:
+    """Steps inside the block compute the same layers; afterwards random numbers go on as before."""
+    with random_states_kept(), all_layers(model):
+        torch.default_generator.manual_seed(0)  # not CUDA's, which may begin with the script's seed later
+        random.seed(0)
+        np.random.seed(0)
+        yield
 
 
 def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -79,7 +91,7 @@ def left_alone(module: nn.Module) -> Iterator[int]:
     device = next(p.device for p in module.parameters())
     try:
         module.train()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _alike(module):
             held = [*buffers.values(), *(gradient for gradient in gradients if gradient is not None)]
             yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:

@@ -8,6 +8,7 @@ along the chain with the best time for every number of bytes finds the optimum.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 MODES = ("keep", "selective", "full", "offload")
-_BOUNDS = 24
 _HOLD_OUTPUTS = ("keep", "selective")
 """Modes in which a block may keep its own output, which is the next one's input."""
 
@@ -105,18 +105,30 @@ def solve_modes(
 
 
 def _solve_copies(problem: ModeProblem, budget: int, time_limit: float, states: int) -> Choice | None:
-    """With a bound on what all stages keep, the copies are a constant; many bounds are tried."""
-    alone = replace(problem, copies=0)
-    ends = [kept_by(alone, [mode] * len(alone.stages)) for mode in alone.stages[0].costs]
-    found: list[Choice] = []
-    for number in range(_BOUNDS):
-        bound = min(ends) + (max(ends) - min(ends)) * number // (_BOUNDS - 1)
-        last = replace(alone.stages[-1], most=bound)
-        problem_of_bound = replace(alone, stages=[*alone.stages[:-1], last])
-        choice = solve_modes(problem_of_bound, budget - problem.copies * bound, time_limit, states)
-        if choice is not None:
-            found.append(replace(choice, peak=peak_of(problem, choice.modes)))
-    return min(found, key=lambda choice: choice.seconds, default=None)
+    """With copies: what all stages keep counts several times, and is not known before the walk.
+
+    If it lies between two numbers, the copies need at least the lower one, which bounds the time; a choice
+    that fits in truth ends this part, else it is halved.
+    """
+    alone, deadline = replace(problem, copies=0), time.monotonic() + time_limit
+    best: Choice | None = None
+    parts = [(0.0, 0, sum(max(cost.kept for cost in stage.costs.values()) for stage in problem.stages))]
+    while parts and (best is None or parts[0][0] < best.seconds):
+        bound, low, high = heapq.heappop(parts)
+        if best is not None and time.monotonic() > deadline:
+            return replace(best, gap=max(best.gap, best.seconds / bound - 1))
+        stages = [*alone.stages[:-1], replace(alone.stages[-1], most=high)]
+        choice = solve_modes(replace(alone, stages=stages), budget - problem.copies * low, time_limit, states)
+        if choice is None or (best is not None and choice.seconds >= best.seconds):
+            continue
+        peak = peak_of(problem, choice.modes)
+        if peak <= budget:
+            best = replace(choice, peak=peak)
+            continue
+        middle, bound = (low + high) // 2, choice.seconds / (1 + choice.gap)
+        heapq.heappush(parts, (bound, low, middle))
+        heapq.heappush(parts, (bound, middle + 1, high))
+    return best
 
 
 def kept_by(problem: ModeProblem, modes: Sequence[str]) -> int:

@@ -62,9 +62,9 @@ class CheckpointPlanner:
         stored: int = 1,
         regions: bool = True,
         plugin: SharesModel | None = None,
+        accumulates: bool = False,
     ) -> None:
-        if stored < 1:
-            raise ValueError(f"auto_checkpoint: at least 1 micro-batch is stored, got {stored=}")
+        _check(stored, autocast, optimizer, plugin)
         self._copies, self._groups = stored - 1, regions
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
@@ -74,7 +74,7 @@ class CheckpointPlanner:
                 " step has no backward pass"
             )
         preset = _device(device, place)
-        self._beside = bytes_of(reserved)
+        self._beside = _bytes("reserved", reserved)
         self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
         self.step = TrainingStep(
             model,
@@ -85,6 +85,7 @@ class CheckpointPlanner:
             self._beside + preset.workspace,
             preset,
             share,
+            accumulates,
         )
         self.place = place
         self._measures = (place.type == "cuda" and plugin is None) if measure is None else measure
@@ -96,7 +97,21 @@ class CheckpointPlanner:
                 " leave one of the two out"
             )
         self.notes: list[str] = []
+        self._look_at_kernels()
         self.played = self._play_all()
+
+    def _look_at_kernels(self) -> None:
+        """LSTMs and their like are one kernel on each device, and many operations on the meta device."""
+        kind = next((type(m).__name__ for m in self.step.model.modules() if isinstance(m, nn.RNNBase)), None)
+        if kind is None or self._measures:
+            return
+        if self.place.type == "cpu" and self.step.device is DEVICES["cpu"]:
+            self.step.is_played = False
+            self.notes.append(f"{kind} has a kernel of its own on the CPU, so steps were run there")
+        else:
+            self.notes.append(
+                f"{kind} has a kernel of its own on a GPU, whose bytes only a run there shows; leave room"
+            )
 
     def _play_all(self) -> dict[str, StepTimeline]:
         """A step with all blocks in each mode."""
@@ -106,8 +121,8 @@ class CheckpointPlanner:
                 continue  # the device is the host
             try:
                 if mode == "selective":  # the first step shows which products the second run does not need
-                    self._play_or_run(dict.fromkeys(self.blocks, mode))
-                line = self._play_or_run(dict.fromkeys(self.blocks, mode))
+                    self._play(dict.fromkeys(self.blocks, mode))
+                line = (self._play if played else self._play_or_run)(dict.fromkeys(self.blocks, mode))
             except Exception as error:
                 if mode == "keep":
                     raise self._does_not_fit(error) from error
@@ -119,6 +134,11 @@ class CheckpointPlanner:
             played[mode] = line
         for read in played["keep"].reads:
             self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
+        if unused := [name for name in self.blocks if name not in played["keep"].calls]:
+            self.notes.append(
+                f"{len(unused)} blocks, such as {unused[0]!r}, were not called in the step that was played;"
+                " they keep everything, and a step that calls them needs more"
+            )
         self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
         return played
 
@@ -241,7 +261,9 @@ class CheckpointPlanner:
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
-        budget = bytes_of(memory)
+        budget = _bytes("memory", memory)
+        if time_limit <= 0:
+            raise ValueError(f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit}")
         resting = self._resting(budget)
         try:
             judged, peak, seconds = self._find(budget - resting, time_limit)
@@ -334,6 +356,11 @@ class CheckpointPlanner:
 
     def _judge(self, choice: Choice) -> Judged:
         line = self._play(*self._by_block(choice))
+        if line.calls != self.played["keep"].calls:
+            raise ValueError(
+                f"auto_checkpoint: {type(self.step.model).__name__} does not call the same blocks in every"
+                " step, so no plan bounds them; let it call all of them while the plan is made"
+            )
         peak = peak_of_step(line, choice.modes, self.measured, self._copies)
         return Judged(choice, line, peak)
 
@@ -404,6 +431,38 @@ class CheckpointPlanner:
         return found
 
 
+def _check(stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: Any) -> None:
+    """Refuse arguments of ``auto_checkpoint`` that are none."""
+    wrong = {
+        "stored is a number of micro-batches, at least 1": (
+            stored,
+            isinstance(stored, int) and not isinstance(stored, bool) and stored > 0,
+        ),
+        "autocast is a dtype such as torch.bfloat16, or None": (
+            autocast,
+            autocast is None or isinstance(autocast, torch.dtype),
+        ),
+        "optimizer is an optimizer of this model, not its class": (
+            optimizer,
+            optimizer is None or isinstance(optimizer, Optimizer),
+        ),
+        "plugin is a plugin of colossalai.booster": (
+            plugin,
+            plugin is None or hasattr(plugin, "share_of"),
+        ),
+    }
+    for what, (value, is_right) in wrong.items():
+        if not is_right:
+            raise ValueError(f"auto_checkpoint: {what}, got {value!r}")
+
+
+def _bytes(name: str, size: int | str) -> int:
+    try:
+        return bytes_of(size)
+    except ValueError as error:
+        raise ValueError(f"auto_checkpoint: {name}: {error}") from error
+
+
 def dist_size() -> int:
     """How many ranks plan together."""
     together = dist.is_initialized() and dist.get_backend() != "fake"
@@ -414,7 +473,7 @@ def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePre
     if isinstance(device, DevicePreset):
         return device
     if device is not None:
-        return device_preset(device)
+        return device_preset(str(device))
     if place.type != "cuda":
         return DEVICES["cpu"]
     try:

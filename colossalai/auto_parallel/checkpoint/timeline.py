@@ -93,12 +93,19 @@ class TrainingStep:
     device: DevicePreset
     share: ModelShare | None = None
     """What a plan keeps of the model instead of all of it."""
+    accumulates: bool = False
+    """Whether gradients of batches before are there."""
     is_played: bool = True
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
         if self.criterion is not None:
+            if isinstance(batch, (tuple, list)) and len(batch) != 2:
+                raise ValueError(
+                    f"with a criterion a batch is (data, label), or a dict with 'labels', got"
+                    f" {len(batch)} items"
+                )
             data, label = split_batch(batch, None, True, "auto_checkpoint")
             output = call_with(model, data)
             if self.dtype is not None:  # as models of such a plan do
@@ -136,6 +143,7 @@ class TrainingStep:
             recorder.timeline.weights = recorder.now - recorder.timeline.states
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
             recorder.now += self.reserved
+            self.reset_gradients()
             recorder.begin("before")
             self._passes(recorder, blocks, batch, "meta")
             recorder.begin("step")
@@ -145,28 +153,31 @@ class TrainingStep:
             return recorder.timeline
 
     def _run(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
-        """The same on the model's own device, with values; the optimizer's step is left out."""
+        """The same on the model's own device, with values; only the optimizer's step is played."""
         place = next(p.device for p in self.model.parameters())
         batch = tree_map_only(Tensor, lambda t: t.to(place), self.batch)
+        states, step = self._stepped()
         with left_alone(self.model), TimelineRecorder(self.device, meta=False) as recorder:
-            self.model.zero_grad(set_to_none=True)
             recorder.hold((*self.model.parameters(), *self.model.buffers()))
             recorder.timeline.weights = recorder.now
-            recorder.timeline.states = 0 if self.share is not None else self._states()
+            recorder.timeline.states = states
             if self.share is not None:
                 recorder.timeline.weights = recorder.now = self.share.fixed
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
-            recorder.now += self.reserved + recorder.timeline.states
+            recorder.now += self.reserved
+            beside = recorder.now - recorder.timeline.weights
+            recorder.now += states
+            self.reset_gradients()
             recorder.begin("before")
             self._passes(recorder, blocks, batch, place.type)
             recorder.begin("done")
+            recorder.timeline.step = Span(step.start + beside, step.peak + beside, step.seconds)
             return recorder.timeline
 
     def _passes(
         self, recorder: TimelineRecorder, blocks: Mapping[str, nn.Module], batch: Any, place: str
     ) -> None:
-        divided = self.share is not None and not self.share.gradients
-        trained = [p for p in self.model.parameters() if p.requires_grad and divided]
+        trained = [p for p in self.model.parameters() if p.requires_grad and self._divides]
         passing = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
         with recorder.watching(blocks):
             with self.autocasts(place):
@@ -179,6 +190,17 @@ class TrainingStep:
         recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
     @property
+    def _divides(self) -> bool:
+        """Whether gradients lie in what the plan keeps."""
+        return self.share is not None and not self.share.gradients
+
+    def reset_gradients(self) -> None:
+        """The gradients with which a forward pass begins."""
+        stay = self.accumulates and not self._divides
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p) if stay and p.requires_grad else None
+
+    @property
     def dtype(self) -> torch.dtype | None:
         return None if self.share is None else self.share.dtype
 
@@ -186,14 +208,21 @@ class TrainingStep:
         dtype = self.dtype if tensor.is_floating_point() else None
         return tensor.detach().to("meta", dtype).requires_grad_(tensor.requires_grad)
 
-    def _states(self) -> int:
-        """The bytes of the optimizer's states."""
-        if self.optimizer is None:
-            return 0
-        with on_meta(self.model), MetaBytes() as memory:
-            made = with_states(self.optimizer, self.model)
-            del made.param_groups[:]
-            return memory.now
+    def _stepped(self) -> tuple[int, Span]:
+        """The bytes of the optimizer's states, and its step, on the meta device."""
+        if self.optimizer is None or self.share is not None:
+            return 0, NOTHING
+        with on_meta(self.model), TimelineRecorder(self.device) as recorder:
+            recorder.hold((*self.model.parameters(), *self.model.buffers()))
+            held = recorder.now
+            optimizer = with_states(self.optimizer, self.model)
+            states = recorder.now - held
+            for p in self.model.parameters():
+                p.grad = torch.empty_like(p) if p.requires_grad else None
+            recorder.begin("step")
+            optimizer.step()
+            recorder.begin("done")
+            return states, recorder.timeline.step
 
 
 def _drop_gradient(parameter: Tensor) -> None:
