@@ -10,13 +10,16 @@ and all that is needed, then with all blocks recomputed and with Chen's segments
 these took.  ``--compiled`` compares with torch's ``activation_memory_budget``, all compiled; ``--xl`` trains
 GPT-2 XL of transformers and that of our zoo.  Every row is printed when it is known, what is under way says
 after each half minute how long it has taken and how many bytes it needed so far, and a case that fails does
-not end the others.  ``--small`` runs toys on a CPU.
+not end the others.  ``--small`` runs toys on a CPU.  With one file in the environment variable ``TURNS``, several runs
+take turns on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
+import os
 import sys
 import threading
 import time
@@ -81,9 +84,10 @@ class Bench:
             for _ in range(WARM):
                 self._step(model)
             self._wait()
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            seconds = min(self._seconds(model) for _ in range(ROWS))
+            with turn():
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = min(self._seconds(model) for _ in range(ROWS))
         self.model.zero_grad(set_to_none=True)
         on_gpu = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return Measured(on_gpu if memory is None else memory.peak, seconds)
@@ -119,6 +123,19 @@ class Bench:
     def planned(self, plan: CheckpointPlan) -> Measured:
         with block_modes(self.model, plan.modes, plan.regions):
             return self.measure()
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """The GPU alone, among runs of this benchmark that have one file in ``TURNS``: so some may compile while
+    one is timed.
+    """
+    if not (path := os.environ.get("TURNS")):
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def row(
@@ -172,11 +189,12 @@ def made(name: str, case: Case, samples: int, args: argparse.Namespace) -> Bench
     )
     autocast = torch.bfloat16 if args.precision == "autocast" else None
     built = time.perf_counter()
-    planner = CheckpointPlanner(
-        model.to(half), batch, criterion=case.criterion, autocast=autocast, regions=not args.compiled
-    )
+    with turn():
+        planner = CheckpointPlanner(
+            model.to(half), batch, criterion=case.criterion, autocast=autocast, regions=not args.compiled
+        )
+        _ = planner.least
     bench = Bench(f"{name} x {samples}", model, planner, args.repeat)
-    _ = planner.least
     print(
         f"{bench.label:16} built in {built - start:.1f} s, profiled in {time.perf_counter() - built:.1f} s,"
         f" {len(planner.blocks)} blocks, {planner.least[2] / GIB:.3f} to {planner.whole / GIB:.3f} GiB",
@@ -234,7 +252,8 @@ def run_compiled(name: str, case: Case, samples: int, args: argparse.Namespace) 
             finally:
                 config.activation_memory_budget = before
             row(bench.label, f"activation budget {share}", theirs)
-            plan = bench.planner.plan(max(bench.budget_of(theirs), bench.planner.least[2]))
+            with turn():
+                plan = bench.planner.plan(max(bench.budget_of(theirs), bench.planner.least[2]))
             with block_modes(bench.model, plan.modes):
                 ours = _compiled(bench)
             row(bench.label, "  ours at its peak", ours, plan, against_rival(ours, theirs))
