@@ -85,8 +85,8 @@ def as_operation(function: type[Function]) -> Callable[..., Any]:
 def record_call(
     tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]
 ) -> Any:
-    """Let ``tracer`` record a call of ``target`` as one node, whatever else happens in ``run``, which gives its
-    result.
+    """Let ``tracer`` record a call of ``target`` as one node, whatever else happens in ``run``, which gives
+    its result.
     """
 
     def proxy(tensor: Tensor) -> Any:
