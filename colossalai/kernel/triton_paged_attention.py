@@ -204,7 +204,7 @@ def paged_attention(
         parts = torch.empty(tokens, heads, splits, width, dtype=torch.float32, device=query.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query.device)
     common = (page_table.stride(0), page_size, *query.stride()[:2], *key_pages.stride()[1:3])
-    slopes = query if alibi is None else alibi
+    slopes = query if alibi is None else alibi.contiguous()  # a column of what the model adds to scores
     far = 1 << 30 if window is None else window
     soon = early(query.device)
     with on_device_of(query):

@@ -50,7 +50,7 @@ class RecomputedCalls:
             for leaf, place in zip(leaves, known, strict=True)
         ]
         needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        autocasts = _autocasts(outside)
+        autocasts = _autocasts()
         with saved_tensors_hooks(self._pack, self._unpack):
             result = again(*args, **kwargs)
         number = len(self._calls)
@@ -214,9 +214,12 @@ def _kept(tensors: list[Tensor]) -> Tensor | None:
     return found
 
 
-def _autocasts(tensors: list[Tensor]) -> list[dict[str, Any]]:
-    """The state of autocast on the CPU and on the devices of ``tensors``."""
-    kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+def _autocasts() -> list[dict[str, Any]]:
+    """The state of autocast on the CPU and on the accelerator.
+
+    A call may get all of its tensors from calls before it, so its arguments do not say where it computes.
+    """
+    accelerator = torch.accelerator.current_accelerator()
     return [
         {
             "device_type": kind,
@@ -224,6 +227,6 @@ def _autocasts(tensors: list[Tensor]) -> list[dict[str, Any]]:
             "enabled": torch.is_autocast_enabled(kind),
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
-        for kind in sorted(kinds)
+        for kind in ["cpu", *([] if accelerator is None else [accelerator.type])]
         if torch.amp.is_autocast_available(kind)
     ]

@@ -149,8 +149,9 @@ def _check(rank: int, world_size: int, port: int, case: Case) -> None:
         build=lambda: build(case),
         batches=batches(case),
         loss=Counted(criterion(case)),
-        # Adam makes a whole step of a gradient that is nothing but rounding, of which there are many in bf16
-        **({} if exact else {"optimizer": _sgd}),
+        # Adam makes a whole step of a gradient that is nothing but rounding, of which there are many in bf16,
+        # and which the small weights of ViT's class token show in fp32, too
+        **({} if exact and case.model != "vit" else {"optimizer": _sgd}),
     )
     check_plan(problem, lambda p: plan(p, case), tolerance=FP32 if exact else BF16)
 

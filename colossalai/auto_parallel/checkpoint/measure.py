@@ -16,8 +16,7 @@ from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
-_WARM, _REPEAT = 2, 8
-_STEPS = 4
+_WARM, _ROWS, _ROW_SECONDS = 2, 3, 0.15
 
 
 def measure_calls(
@@ -94,16 +93,16 @@ def measure_step(step: TrainingStep) -> Whole | None:
     gc.collect()  # what is only waiting for it is not there in training
     try:
         with left_alone(step.model) as copies:
-            seconds = _seconds(once, step.model, device, _STEPS)
+            seconds = _seconds(once, step.model, device)
             before -= copies
-            return Whole(seconds, _with_gaps(before + above), before - _weights_on(device, step.model))
+            return Whole(seconds, with_gaps(before + above), before - _weights_on(device, step.model))
     except torch.OutOfMemoryError:
         return None
     finally:
         torch.cuda.empty_cache()
 
 
-def _with_gaps(peak: int) -> int:
+def with_gaps(peak: int) -> int:
     """What the same step may need another time: CUDA's allocator gives blocks of up to 1 MiB more than was
     asked for, as they happen to lie free.  Seen on an H200: 2 MiB of 650 MiB.
     """
@@ -141,20 +140,26 @@ class _PeakAbove:
         self.nbytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def _seconds(
-    once: Callable[[], None], module: nn.Module, device: torch.device, repeat: int = _REPEAT
-) -> float:
-    """The seconds of a run, of several one after the other, as in training."""
-    start = 0.0
-    for number in range(_WARM + repeat):
-        if number == _WARM:
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-        for p in module.parameters():
-            p.grad = None
-        once()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeat
+def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
+    """The seconds of a run, of several one after the other, as in training.
+
+    Of a few rows of runs the fastest counts: whatever else the machine does only makes them slower.
+    """
+    runs, least = _WARM, float("inf")
+    for row in range(1 + _ROWS):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(runs):
+            for p in module.parameters():
+                p.grad = None
+            once()
+        torch.cuda.synchronize(device)
+        seconds = (time.perf_counter() - start) / runs
+        if row:  # the first loads kernels
+            least = min(least, seconds)
+        else:
+            runs = min(8, max(2, round(_ROW_SECONDS / seconds)))
+    return least
 
 
 def _made(inputs: Any, device: torch.device) -> Any:

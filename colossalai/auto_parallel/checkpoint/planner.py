@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,17 @@ from colossalai.utils.text import bytes_of, size_text
 
 _TRIES = 4
 _PARTS = 16
+_SLOWER = 1.02
+"""How much longer than predicted regions may take before single blocks are tried, too."""
 Regions = tuple[tuple[str, ...], ...]
+
+
+class Tried(NamedTuple):
+    """A choice with the bytes and the seconds of its step, as it was run where that is possible."""
+
+    judged: Judged
+    peak: int
+    seconds: float
 
 
 class CheckpointPlanner:
@@ -238,7 +248,7 @@ class CheckpointPlanner:
         return judged.choice.modes, judged.line, peak
 
     @cached_property
-    def _least(self) -> tuple[Judged, int, float]:
+    def _least(self) -> Tried:
         return self._tried(self.search.least)
 
     @cached_property
@@ -306,28 +316,39 @@ class CheckpointPlanner:
         share = self.step.share
         return 0.0 if share is None else share.travels * (share.movable - resting) / self.step.device.host
 
-    def _find(self, budget: int, time_limit: float) -> tuple[Judged, int, float]:
+    def _find(self, budget: int, time_limit: float) -> Tried:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
-        left, best, before = budget - self.unseen, None, None
+        tried = self._tries(budget, time_limit)
+        if any(
+            one.judged.choice.regions and one.seconds > _SLOWER * one.judged.choice.seconds for one in tried
+        ):
+            tried += self._tries(budget, time_limit, regions=False)
+        # a mixture may take longer than its modes for all blocks, whose steps were run, let expect
+        tried += [self._tried(one) for one in self.search.alike if one.peak + self.unseen <= budget]
+        fits = [one for one in tried if one.peak <= budget]
+        return min(fits, key=lambda one: one.seconds) if fits else self._least_within(budget)
+
+    def _tries(self, budget: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
+        """Choices for less and less, or more, until the step of one just stays within ``budget``."""
+        left = budget - self.unseen
+        tried: list[Tried] = []
         for _ in range(_TRIES):
-            judged = self.search.find(left, time_limit)
-            if judged is None or judged.choice == before:
+            judged = self.search.find(left, time_limit, regions=regions)
+            if judged is None or (tried and judged.choice == tried[-1].judged.choice):
                 break
-            before = judged.choice
-            tried = self._tried(judged)
-            room = budget - tried[1]
-            if room >= 0 and (best is None or tried[2] < best[2]):
-                best = tried
-            if 0 <= room < budget // 50 or not self._wholes or (best is not None and room < 0):
+            fits_before = any(one.peak <= budget for one in tried)
+            tried.append(self._tried(judged))
+            room = budget - tried[-1].peak
+            if 0 <= room < budget // 50 or not self._wholes or (fits_before and room < 0):
                 break
             left += room  # more than was needed, or less
-        return best or self._least_within(budget)
+        return tried
 
-    def _tried(self, judged: Judged) -> tuple[Judged, int, float]:
+    def _tried(self, judged: Judged) -> Tried:
         """A choice with the peak and the seconds of its step; those of a real one, where it can be run."""
         choice, peak = judged.choice, judged.peak + self.unseen
         if not self._measures or self._copies or not choice.modes or dist_size() > 1:
-            return judged, peak, choice.seconds
+            return Tried(judged, peak, choice.seconds)
         modes, regions = self._by_block(choice)
         alike = choice.modes[0] if len(set(choice.modes)) == 1 and not regions else ""
         whole = self._wholes.get(alike)
@@ -335,16 +356,16 @@ class CheckpointPlanner:
             with block_modes(self.step.model, modes, regions):
                 whole = measure_step(self.step)
         if whole is None:
-            return judged, peak, choice.seconds
+            return Tried(judged, peak, choice.seconds)
         line = judged.line
-        return (
+        return Tried(
             judged,
             max(self._real_peak(whole), line.step.peak + self.unseen),
             whole.seconds + line.step.seconds,
         )
 
-    def _least_within(self, budget: int) -> tuple[Judged, int, float]:
-        judged, peak, seconds = self._least
+    def _least_within(self, budget: int) -> Tried:
+        judged, peak, _ = self._least
         if peak > budget:
             static = judged.line.weights + judged.line.states + self.step.reserved
             raise ValueError(
@@ -352,7 +373,7 @@ class CheckpointPlanner:
                 f" and offloading blocks reach, {peak} ({size_text(peak)}), of which {size_text(static)} are"
                 " weights, states and what is reserved; give more, take a smaller batch, or shard the model"
             )
-        return judged, peak, seconds
+        return self._least
 
     def _judge(self, choice: Choice) -> Judged:
         line = self._play(*self._by_block(choice))

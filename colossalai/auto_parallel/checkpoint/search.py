@@ -59,8 +59,8 @@ class Search:
         found = [choice for choice in (single, grouped) if choice is not None]
         return min(found, key=lambda choice: choice.seconds, default=None)
 
-    def find(self, budget: int, time_limit: float) -> Judged | None:
-        """The best choice whose step stays within ``budget`` when it is played."""
+    def find(self, budget: int, time_limit: float, *, regions: bool = True) -> Judged | None:
+        """The best choice, with or without regions, whose step stays within ``budget`` when it is played."""
         best = min(
             (one for one in self.alike if one.peak <= budget),
             key=lambda one: one.choice.seconds,
@@ -69,7 +69,7 @@ class Search:
         if best is not None and best.choice.modes[:1] in ([], ["keep"]):
             return best
         best = self._single(budget, time_limit, best)
-        if best is None or {"full", "offload"} & set(best.choice.modes):
+        if regions and (best is None or {"full", "offload"} & set(best.choice.modes)):
             best = self._grouped(budget, best)
         return best if best is not None or self.least.peak > budget else self.least
 
