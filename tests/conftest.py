@@ -60,6 +60,31 @@ def pytest_configure() -> None:
             os.environ["LD_PRELOAD"] = f"{built} {os.environ.get('LD_PRELOAD', '')}".strip()
 
 
+_SERVE = "pip install --editable '.[serve]' httpx openai"
+_PAGES = "pip install -r docs/requirements-doc-test.txt"
+_INSTALLED_BY = {
+    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "starlette", "httpx", "openai"), _SERVE),
+    **dict.fromkeys(("mkdocs", "pymdownx", "jieba", "nbclient"), _PAGES),
+    **{name: f"pip install {name}" for name in ("transformers", "peft", "matplotlib", "scipy")},
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Tests that cannot be imported without a package of an extra are skipped where it is missing."""
+    report = yield
+    if report.failed:
+        cause = report.call.excinfo.value.__cause__  # type: ignore[attr-defined]
+        if isinstance(cause, ModuleNotFoundError):
+            package = (cause.name or "").partition(".")[0]
+            if package in _INSTALLED_BY:
+                report.outcome = "skipped"
+                report.longrepr = (str(collector.path), 1, f"Skipped: needs `{_INSTALLED_BY[package]}`")
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Nothing that is imported now becomes garbage: no collector walks through it, now or later."""

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from docs.pages import ENGLISH, ROOT, Page, pages
-
-pytest.importorskip("pymdownx", reason="needs `pip install -r docs/requirements-doc-test.txt`")
-
 from docs import check
+from docs.pages import ENGLISH, ROOT, Page, pages
 
 PAGES = [*(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 PAGES += [page.path for page in pages()]

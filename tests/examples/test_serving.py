@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.serving.extra import httpx
 from tests.serving.folders import write_opt
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tutorial" / "opt" / "inference"

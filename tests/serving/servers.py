@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tests.serving.extra  # noqa: F401  (skips where a package is missing)
+import httpx
+
 from colossalai.serving import Generation, Job, Service, TextModel
 from colossalai.serving.http import Settings
 from colossalai.serving.http.server import app_of, bind, make_server
-from tests.serving.extra import httpx
 from tests.serving.stand_in import stand_in
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

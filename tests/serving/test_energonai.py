@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,7 +20,6 @@ from energonai import BatchManagerForGeneration, Executor, InferenceEngine, laun
 from energonai.context import ServiceConfig
 from energonai.context.config import ConfigError
 from energonai.model import bert_small, gpt2_small, opt_125M
-from tests.serving.extra import httpx
 from tests.serving.folders import write_opt
 
 TINY = {

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from colossalai.cli.benchmark.load import Load, Mix, run_load
-from tests.serving.extra import httpx
 from tests.serving.servers import Here, Running, running
 
 ROUTES = [

@@ -12,14 +12,15 @@ import time
 from typing import Any
 from unittest.mock import Mock
 
+import httpx
+import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-import tests.serving.extra  # noqa: F401  (skips where a package is missing)
 from colossalai.serving.front import TextModel
 from colossalai.serving.http.openai import _chat_logprobs
 from colossalai.serving.http.schemas import ChatMessage
 from colossalai.serving.http.server import patient
-from tests.serving.extra import httpx, openai
 from tests.serving.servers import Bytes, Here, Running, here, running, until_ready
 from tests.serving.stand_in import answer
 
@@ -228,8 +229,6 @@ def test_a_body_over_the_limit_is_refused_also_without_a_length(server: Here) ->
 
 
 def test_prometheus_reads_the_metrics(server: Here) -> None:
-    from prometheus_client.parser import text_string_to_metric_families
-
     httpx.post(f"{server.url}/generation", json={"prompt": "Hello", "max_tokens": 5})
     for path in ("a", "b", "c"):
         httpx.get(f"{server.url}/{path}")

@@ -10,10 +10,10 @@ import signal
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from colossalai.cli.benchmark.load import Load, Mix, percentile, run_load
-from tests.serving.extra import httpx
 from tests.serving.servers import Here, Running, here, running, until_ready
 from tests.serving.stand_in import answer
 from tests.serving.test_hostile import memory

@@ -16,7 +16,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import tests.serving.extra  # noqa: F401  (skips where a package is missing)
 from colossalai.cli.app import cli
 from colossalai.serving import Answer, Generation, Job, Service
 from colossalai.serving.loading import FolderError, build_generator, inspect_folder
