@@ -79,7 +79,7 @@ class Common(Body):
     # further than OpenAI
     top_k: int = Field(0, ge=-1, lt=1 << 31, strict=True, description="0 or -1: all tokens.")
     min_p: Number = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: Number = Field(1.0, gt=0.0, le=100.0)
+    repetition_penalty: Number = Field(1.0, ge=0.001, le=1000.0)
     ignore_eos: bool = False
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=64)
     # see _NOT_OFFERED
