@@ -18,7 +18,6 @@ from colossalai.inference.requests import Sampling
 from colossalai.mesh import random_key
 from colossalai.mesh.random import fine_uniform_numbers, signed_key
 
-
 _LEAST = 1e-30
 """Of temperature and ``top_p``: less asks for the same, but is 0, or divides to infinity, in fp32."""
 
