@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from colossalai.fx.functions import OwnBackward, has_gradient_hooks, own_gradients
 from colossalai.fx.leaves import MODULE, ROOT, LeafModule, ModuleCalls, as_modules, failing_line, same_code
 from colossalai.fx.regions import flatten_regions, note_module
 
@@ -47,6 +48,9 @@ class Captured:
     route: str
     failures: dict[str, str] = field(default_factory=dict)
     leaves: list[LeafModule] = field(default_factory=list)
+
+
+_HOOKED = "it has hooks on gradients, which operations do not call"
 
 
 class InputError(ValueError):
@@ -82,6 +86,8 @@ def capture(
 
     Modules at ``leaves`` are leaves; what these return in each of their calls may be ``known``.
     """
+    hooked = {path: LeafModule(path, _HOOKED) for path, m in model.named_modules() if has_gradient_hooks(m)}
+    leaves = hooked | leaves
     with quiet():
         captured = _first_that_works(model, args, kwargs, mode, leaves, known)
     nodes = captured.graph.find_nodes(op="placeholder")
@@ -134,7 +140,8 @@ def _first_that_works(
         failures["export"] = f"it knows no leaves, as {', '.join(list(leaves)[:3]) or 'the model'}"
     else:
         try:
-            return _by_export(model, args, kwargs)
+            with own_gradients(as_nodes=False):
+                return _by_export(model, args, kwargs)
         except Exception as error:
             failures["export"] = in_words(error)
     leaves = dict(leaves)
@@ -182,6 +189,8 @@ _ASKS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataD
 def in_words(error: BaseException) -> str:
     if isinstance(error, _ASKS):
         return "its code depends on the values of tensors"
+    if isinstance(error, OwnBackward):
+        return str(error)
     text = str(error).strip().split("\n")[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -267,7 +276,7 @@ def _by_make_fx(
     left = {path: iter(outputs) for path, outputs in known.items()}
     calls = ModuleCalls(model, leaves, lambda path: next(left[path]) if path in left else None)
     try:
-        with mode, calls:
+        with mode, calls, own_gradients(as_nodes=True):
             made = make_fx(run, tracing_mode="real", pre_dispatch=True)(state, [flat[i] for i in places])
     except Exception as error:
         raise _Failed(calls.failed, error) from error

@@ -15,21 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import (
-    PythonKeyTracer,
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (
-    GetAttrKey,
-    MappingKey,
-    SequenceKey,
-    tree_flatten_with_path,
-    tree_map_only,
-)
+
+from colossalai.fx.functions import record_call
 
 MODULE = "module"
 """The key of a node's meta under which the path of its module lies."""
@@ -171,34 +160,11 @@ class ModuleCalls:
         return result
 
     def _record(self, tracer: Any, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def proxy(tensor: Tensor) -> Any:
-            slot = get_proxy_slot(tensor, tracer, None)
-            return tensor if slot is None else slot.proxy
-
-        taken = tree_map_only(Tensor, proxy, (tuple(args), dict(kwargs)))
-        called = tracer.create_proxy("call_function", leaf_call, (path or ROOT, *taken[0]), taken[1])
-        with disable_proxy_modes_tracing():
+        def run() -> Any:
             result = self._outputs(path)
-            if result is None:
-                result = run_leaf(module, args, kwargs)
-        found = {keys: leaf for keys, leaf in tree_flatten_with_path(result)[0] if isinstance(leaf, Tensor)}
-        called.node.meta["val"] = result
-        for keys, tensor in found.items():
-            part = called
-            for key in keys:
-                part = _part(part, key)
-            track_tensor_tree(tensor, part, constant=None, tracer=tracer)
-        return result
+            return run_leaf(module, args, kwargs) if result is None else result
 
-
-def _part(proxy: Any, key: Any) -> Any:
-    if isinstance(key, SequenceKey):
-        return proxy[key.idx]
-    if isinstance(key, MappingKey):
-        return proxy[key.key]
-    if isinstance(key, GetAttrKey):
-        return getattr(proxy, key.name)
-    raise TypeError(f"an output that is found by {key!r} is no list, dict or object with attributes")
+        return record_call(tracer, leaf_call, (path or ROOT, *args), kwargs, run)
 
 
 def same_code(model: nn.Module, path: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -121,6 +122,8 @@ class Nodes:
     def _operation(self, node: fx.Node) -> str:
         if node.op == "call_module":
             return type(self._module(node)).__name__
+        if isinstance(node.target, FunctionType):
+            return node.target.__name__
         return str(node.target)
 
     def _module(self, node: fx.Node) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -55,20 +55,38 @@ def check_model(model: nn.Module, mesh: Mesh | None) -> None:
             f"{who} has quantized weights (config.quantization_config), which Generator does not serve; load"
             " it without quantization"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "linear_attention" in kinds:
+    _check_steps(who, getattr(config, "text_config", config))
+    if not isinstance(model, ModelStage) and head_of(model) is None:
+        raise ValueError(f"{who} {NO_HEAD}")
+
+
+def _check_steps(who: str, config: Any) -> None:
+    """Refuse what is computed from all tokens of a step, which are those of many requests; a short trial does
+    not see it.
+    """
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError(
             f"{who}: some of its layers have linear attention (config.layer_types), whose state is not keys"
             " and values of tokens; Generator does not serve it"
         )
-    rotations = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rotations in _STEP_ROTATIONS:
+    for kind in _rotations(config):
+        if kind in _STEP_ROTATIONS:
+            raise ValueError(
+                f"{who}: its rotations ({kind!r}) depend on the longest sequence of a step, so a request"
+                " would change others; set config.rope_parameters to another rope_type"
+            )
+    if getattr(config, "attn_temperature_tuning", None) and 0 in getattr(config, "no_rope_layers", ()):
         raise ValueError(
-            f"{who}: its rotations ({rotations!r}) depend on the longest sequence of a step, so a request"
-            " would change others; set config.rope_parameters to another rope_type"
+            f"{who}: it scales its queries by the number of tokens before them in a step"
+            " (config.attn_temperature_tuning), so a request would change others; Generator does not serve it"
         )
-    if not isinstance(model, ModelStage) and head_of(model) is None:
-        raise ValueError(f"{who} {NO_HEAD}")
+
+
+def _rotations(config: Any) -> list[Any]:
+    """The kinds of rotations of all layers; some configs have one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    each = [found, *(part for part in found.values() if isinstance(part, Mapping))]
+    return [part.get("rope_type") for part in each]
 
 
 def _check_weights(who: str, model: nn.Module) -> None:

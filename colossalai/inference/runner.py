@@ -85,13 +85,14 @@ class Runner:
         return scores
 
     def alone(self, tokens: Tensor) -> Tensor | None:
-        """The scores (tokens, vocabulary) of one sequence by the model's own attention, on the last stage."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return self._pass(tokens, positions, ("alone", tokens.shape[1]), None)
+        """The scores (tokens, vocabulary) of one sequence by the model's own attention, at the positions that
+        it counts itself, on the last stage.
+        """
+        return self._pass(tokens, None, ("alone", tokens.shape[1]), None)
 
     @torch.no_grad()
     def _pass(
-        self, tokens: Tensor, positions: Tensor, form: tuple[str, int], rows: Tensor | None
+        self, tokens: Tensor, positions: Tensor | None, form: tuple[str, int], rows: Tensor | None
     ) -> Tensor | None:
         given: dict[str, Any] = {"input_ids": tokens, "position_ids": positions}
         given |= {"use_cache": False, "return_dict": True, "attention_mask": None}

@@ -13,11 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTJConfig,
     GPTJForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaModel,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -206,6 +210,29 @@ def _rotations() -> Any:
     return model
 
 
+def _rotations_of_layers() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
+    far = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rotations = {
+        "full_attention": far | {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    }
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads, rope_parameters=rotations))
+
+
+def _counted_queries() -> Any:
+    model = _chunks()
+    model.config.no_rope_layers = [1, 0]  # it scales queries from `floor_scale` tokens on
+    return model
+
+
+def _counted_positions() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+    config = RobertaConfig(num_attention_heads=2, is_decoder=True, **sizes)
+    return RobertaForCausalLM(config)  # whose first position is 2
+
+
 def _diverged() -> Any:
     model = build("llama")
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
@@ -229,6 +256,9 @@ def _empty() -> Any:
         (_rotations, r"its rotations \('dynamic'\) depend on the longest sequence"),
         (lambda: LlamaModel(build("llama").config), "has no head that scores words"),
         (_empty, "has no memory yet"),
+        (_rotations_of_layers, r"its rotations \('longrope'\) depend on the longest sequence"),
+        (_counted_queries, "scales its queries by the number of tokens before them in a step"),
+        (_counted_positions, "counts positions in a way of its own"),
         (_diverged, "no finite numbers .* also with its own attention"),
         (lambda: torch.nn.Linear(3, 3), "has no head that scores words"),
     ],
