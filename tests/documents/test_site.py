@@ -80,6 +80,11 @@ def test_in_a_browser(places: dict[str, str], tmp_path: Path, place: str, size: 
     asyncio.run(_visit(f"{places[place]}/{sidebar.versions()[0]}", tmp_path, size))
 
 
+_BROKEN = """[...document.querySelectorAll("td code")].filter(
+    code => !/[^\\w]/.test(code.innerText) && code.getClientRects().length > 1
+).map(code => code.innerText)"""
+
+
 async def _visit(root: str, folder: Path, size: tuple[int, int]) -> None:
     """Search, look at a page, and change its language."""
     async with browser(folder) as tab:
@@ -89,6 +94,9 @@ async def _visit(root: str, folder: Path, size: tuple[int, int]) -> None:
             assert any(link.startswith(f"{root}/en/{page}") for link in found), (words, found)
         await tab.open(f"{root}/en/concepts/cluster.html", *size)
         assert await tab.value("document.documentElement.scrollWidth <= innerWidth")  # nothing hangs over
+        await tab.open(f"{root}/en/combinations.html", *size)
+        assert await tab.value(_BROKEN) == []  # names stand on one line, in a table that can be moved
+        await tab.open(f"{root}/en/concepts/cluster.html", *size)
         await tab.follow('.md-select__link[href*="zh-Hans"]')
         assert await tab.value("location.href") == f"{root}/zh-Hans/concepts/cluster.html"
         assert tab.complaints == []
