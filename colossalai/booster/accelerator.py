@@ -40,6 +40,15 @@ class Accelerator:
                 )
         self.device = chosen
 
+    @classmethod
+    def of_plan(cls, device: torch.device | None) -> Accelerator:
+        """The device that a plan has chosen, which is not checked again; the default one for ``None``."""
+        if device is None:
+            return cls()
+        made = cls.__new__(cls)
+        made.device = device
+        return made
+
     def bind(self) -> None:
         """Make it the device that new CUDA tensors of this process go to."""
         if self.device.type == "cuda":

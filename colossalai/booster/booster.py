@@ -86,6 +86,7 @@ class Booster:
         mixed_precision = _once("mixed_precision", mixed_precision, of_file)
         self.plugin = plugin
         self.accelerator = self._choose_device(device)
+        """Its ``device`` is where the model computes, under every plan: inputs go there."""
         self.mixed_precision = self._choose_precision(mixed_precision)
         self.checkpoint_io: CheckpointIO = (
             plugin.get_checkpoint_io()
@@ -100,7 +101,7 @@ class Booster:
         self._pipelines = Pipelines()
         self._runs = Runs()
 
-    def _choose_device(self, device: str | torch.device | None) -> Accelerator | None:
+    def _choose_device(self, device: str | torch.device | None) -> Accelerator:
         plugin = self.plugin
         if plugin is not None and plugin.control_device():
             if device is not None:
@@ -108,7 +109,7 @@ class Booster:
                     f"{type(plugin).__name__} chooses the device; device={device!r} has no effect",
                     stacklevel=3,
                 )
-            return None
+            return Accelerator.of_plan(plugin.device)
         accelerator = Accelerator(device)
         if plugin is not None and accelerator.device.type not in plugin.supported_devices():
             raise ValueError(
@@ -165,7 +166,7 @@ class Booster:
         self._gather_if_shared(raw_model)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
             defer_meta(user_module(model))
-        if self.accelerator is not None:
+        if self.plugin is None or not self.plugin.control_device():
             model = self.accelerator.configure_model(model)
         self._give_memory(model, optimizer, criterion)
         if self.mixed_precision is not None:

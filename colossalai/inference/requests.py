@@ -77,7 +77,7 @@ class Sampling:
         self._check("temperature", self.temperature >= 0, "0 (greedy) or more")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1: all tokens)")
         self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        self._check("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: none)")
+        self._check("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000 (1: none)")
         self._check("seed", self.seed is None or self.seed < MAX_SEED, "below 2**63")
         for text in self.stop:
             self._check("stop", isinstance(text, str) and text != "", "made of strings that are not empty")

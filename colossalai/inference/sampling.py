@@ -18,6 +18,9 @@ from colossalai.inference.requests import Sampling
 from colossalai.mesh import random_key
 from colossalai.mesh.random import fine_uniform_numbers, signed_key
 
+_LEAST = 1e-30
+"""Of temperature and ``top_p``: less asks for the same, but is 0, or divides to infinity, in fp32."""
+
 
 @dataclass(eq=False)
 class SamplingRows:
@@ -45,7 +48,7 @@ class SamplingRows:
         if not all(s.greedy for s in asked):
             numbers = [signed_key(random_key(s.seed or 0, "token")) for s in asked]
             keys = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
-        temperature = torch.tensor([s.temperature or 1.0 for s in asked], dtype=torch.float32)
+        temperature = torch.tensor([max(s.temperature or 1.0, _LEAST) for s in asked], dtype=torch.float32)
         greedy = torch.tensor([s.greedy for s in asked], dtype=torch.bool)
         top_k = [min(s.top_k, vocabulary) or vocabulary for s in asked]
         return cls(
@@ -53,7 +56,7 @@ class SamplingRows:
             temperature.to(device, non_blocking=True),
             greedy.to(device, non_blocking=True),
             column([float(k) for k in top_k], vocabulary, torch.int64),
-            column([s.top_p for s in asked], 1.0, torch.float32),
+            column([max(s.top_p, _LEAST) for s in asked], 1.0, torch.float32),
             column([s.min_p for s in asked], 0.0, torch.float32),
             column([s.repetition_penalty for s in asked], 1.0, torch.float32),
         )

@@ -89,7 +89,7 @@ def checkpoint(
     # SameRandomNumbers preserves the random state, of more streams than torch does
     options["preserve_rng_state"] = False
     run: Callable[..., Any] = SameRandomNumbers(function)
-    if not options["use_reentrant"] and not keep_products and not _leaves_inputs_alone(function):
+    if not options["use_reentrant"] and not keep_products and not leaves_inputs_alone(function):
         run = _SameInputs(function, run, args)
         args = run.kept
     with offload:
@@ -266,7 +266,8 @@ def _owner(function: Callable[..., Any]) -> tuple[torch.nn.Module | None, Any]:
     return (owner if isinstance(owner, torch.nn.Module) else None), getattr(function, "__func__", None)
 
 
-def _leaves_inputs_alone(function: Callable[..., Any]) -> bool:
+def leaves_inputs_alone(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` is a method of a module that was seen not to write into its inputs."""
     owner, method = _owner(function)
     return owner is not None and method in _alone.get(owner, ())
 

@@ -23,6 +23,11 @@ R = TypeVar("R")
 
 def print_rank_0(msg: str, logger: DistributedLogger | None = None) -> None:
     """Print on the first rank of the job only, or log there if a logger is given."""
+    if logger is not None and not hasattr(logger, "info"):
+        raise TypeError(
+            f"print_rank_0 takes one message, and a logger; the second argument is {logger!r}: join the parts"
+            " of the message in one string"
+        )
     if global_rank() != 0:
         return
     if logger is None:

@@ -150,7 +150,12 @@ def test_a_plugin_of_the_wrong_type_is_refused(plugin: Any, text: str) -> None:
 def test_what_a_plugin_controls_is_left_to_it_and_said() -> None:
     with pytest.warns(UserWarning, match="Foreign chooses the device; device='cpu' has no effect"):
         booster = Booster(device="cpu", plugin=Foreign(controls=True))
-    assert booster.accelerator is None
+    assert booster.accelerator.device == Accelerator().device
+    plugin = Foreign(controls=True)
+    plugin.device = torch.device("meta")
+    booster = Booster(plugin=plugin)
+    assert booster.accelerator.device.type == "meta"
+    assert next(booster.boost(mlp()).model.parameters()).device.type == "cpu"  # the plan places the model
     assert isinstance(booster.checkpoint_io, _IO)
     with pytest.warns(
         UserWarning, match="Foreign controls the precision; mixed_precision='fp16' has no effect"

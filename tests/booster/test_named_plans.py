@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.booster import Booster
+from colossalai.booster import Accelerator, Booster
 from colossalai.booster.plans import PLANS
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context.config import ConfigException
@@ -19,6 +19,8 @@ from colossalai.testing import spawn
 def _names(rank: int, world_size: int, port: int, folder: str) -> None:
     launch_from_torch({}, backend="gloo")
     kinds = {name: type(Booster(plugin=name).plugin) for name in PLANS}
+    devices = {name: Booster(plugin=name).accelerator.device for name in PLANS}
+    assert set(devices.values()) == {Accelerator().device}, devices  # every plan says where inputs go
     assert kinds["ddp"] is kinds["torch_ddp"] is TorchDDPPlugin
     assert kinds["fsdp"] is TorchFSDPPlugin
     assert kinds["zero1"] is kinds["zero2_cpu"] is LowLevelZeroPlugin

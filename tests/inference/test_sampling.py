@@ -73,6 +73,17 @@ def test_draws_follow_the_distribution() -> None:
         assert frequencies[wanted == 0].sum() == 0, options
 
 
+def test_numbers_too_small_for_fp32_take_the_most_likely_token() -> None:
+    torch.manual_seed(0)
+    logits = 30 * torch.randn(6, WORDS)
+    small = [{"temperature": 1e-320}, {"temperature": 1e-38}, {"top_p": 1e-320}]
+    small += [{"temperature": 1e-320, "repetition_penalty": r} for r in (1e-3, 1e3)] + [{"top_p": 1e-38}]
+    asked = [Sampling(seed=i, **options) for i, options in enumerate(small)]
+    rows = SamplingRows.of(asked, WORDS, torch.device("cpu"))
+    found = choose(logits, rows, torch.arange(6), torch.zeros(6, WORDS, dtype=torch.bool))
+    assert found.tolist() == logits.argmax(-1).tolist()
+
+
 def test_one_request_draws_other_numbers_at_every_place() -> None:
     logits = torch.zeros(500, WORDS)
     rows = SamplingRows.of([Sampling(seed=1)] * 500, WORDS, torch.device("cpu"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,12 +18,16 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from colossalai.serving.front import TextModel
+from colossalai.serving.front import RequestError, TextModel
+from colossalai.serving.http import Settings
+from colossalai.serving.http.answering import as_api_error
 from colossalai.serving.http.openai import _chat_logprobs
 from colossalai.serving.http.schemas import ChatMessage
 from colossalai.serving.http.server import patient
 from tests.serving.servers import Bytes, Here, Running, here, running, until_ready
 from tests.serving.stand_in import answer
+
+JSON = {"content-type": "application/json"}
 
 
 def text(prompt: str, count: int) -> str:
@@ -149,6 +154,12 @@ def test_openai_chats(server: Here) -> None:
         ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "temperature": 1e30}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+        ("/v1/completions", {"prompt": "x", "temperature": True}, 400, "temperature: .*valid number"),
+        ("/v1/completions", {"prompt": "x", "top_p": "0.5"}, 400, "top_p: .*valid number"),
+        ("/v1/completions", {"prompt": "x", "echo": "no"}, 400, "echo: .*valid boolean"),
+        ("/v1/completions", {"prompt": "x", "stream": 1.0}, 400, "stream: .*valid boolean"),
+        ("/generation", {"prompt": "x", "max_tokens": 1, "greedy": "yes"}, 422, "valid boolean"),
+        ("/v1/completions", {"prompt": "x", "repetition_penalty": 1e-39}, 400, "repetition_penalty"),
         ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
@@ -168,7 +179,8 @@ def test_openai_chats(server: Here) -> None:
 )
 def test_what_is_wrong_is_named(server: Here, path: str, body: Any, status: int, message: str) -> None:
     got = httpx.post(server.url + path, json=body)
-    assert (got.status_code, message in got.text) == (status, True), got.text
+    assert got.status_code == status
+    assert re.search(message, got.text), got.text
     if path.startswith("/v1"):
         assert got.json()["error"]["message"]
 
@@ -183,6 +195,8 @@ def test_the_param_of_an_error_is_the_field(server: Here) -> None:
     got = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stop": ["a"] * 17}).json()["error"]
     assert got["param"] == "stop"
     assert got["message"].startswith("stop.")
+    broken = httpx.post(f"{server.url}/v1/completions", content="{} x", headers=JSON).json()["error"]
+    assert (broken["param"], broken["message"]) == (None, "body: it is no JSON: Extra data at character 3")
     for path, status in (("/v1/completions", 400), ("/generation", 422)):
         told = httpx.post(server.url + path, content=b'{"prompt":"x","max_tokens":1}')
         assert (told.status_code, "content-type: application/json" in told.text) == (status, True)
@@ -215,6 +229,23 @@ def test_bodies_that_are_none(server: Here, path: str, content: bytes) -> None:
     got = httpx.post(server.url + path, content=content, headers={"content-type": "application/json"})
     assert 400 <= got.status_code < 500
     got.json()
+
+
+def test_a_template_that_refuses_what_is_no_text() -> None:
+    error = as_api_error(RequestError("the chat template refuses these messages: \ud800"))
+    error.message.encode()  # it can be sent
+
+
+def test_two_lengths_are_refused_and_the_connection_is_closed(server: Here) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    head = b"POST /generation HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(head + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        got = b""
+        while data := sock.recv(4096):
+            got += data
+    assert got.startswith(b"HTTP/1.1 400")
+    assert got.count(b"HTTP/1.1") == 1
 
 
 def test_a_body_over_the_limit_is_refused_also_without_a_length(server: Here) -> None:
@@ -267,10 +298,29 @@ def test_a_key_lets_in_who_has_it() -> None:
             assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
         with pytest.raises(openai.AuthenticationError, match="API key"):
             client(server).models.list()
+        lower = httpx.get(f"{server.url}/v1/models", headers={"authorization": "bearer secret"})
+        assert lower.status_code == 200  # the name of a scheme has no case
         ask = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret")
         assert ask.completions.create(model="stand-in", prompt="x", max_tokens=2).choices[0].text == text(
             "x", 2
         )
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret\n", " secret", "a\tb", "schl\xfcssel"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key must be a text of ASCII"):
+        Settings(api_key=key)
+
+
+def test_pages_of_allowed_hosts_can_read_refusals() -> None:
+    with here(api_key="secret", allow_origins=("http://page",)) as server:
+        ask = {"origin": "http://page", "access-control-request-method": "POST"}
+        before = httpx.options(f"{server.url}/v1/completions", headers=ask)
+        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, "http://page")
+        refused = httpx.post(f"{server.url}/v1/completions", json={}, headers={"origin": "http://page"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://page")
+        other = httpx.post(f"{server.url}/v1/completions", json={}, headers={"origin": "http://other"})
+        assert "access-control-allow-origin" not in other.headers
 
 
 def test_a_full_queue_and_clients_that_leave() -> None:
@@ -351,6 +401,7 @@ def connection() -> Any:
     made: Any = object.__new__(patient(20.0))
     made.loop, made.transport, made.cycle = Mock(), Mock(), None
     made.transport.is_closing.return_value = False
+    made.timeout_keep_alive_task = None
     made._seen, made._unread = None, -1
     return made
 
@@ -363,6 +414,18 @@ def test_a_connection_without_a_request_is_closed_but_not_one_that_was_busy(conn
     connection._look()
     connection.cycle.response_complete = True
     connection._look()  # it has just ended, and its client may be about to use it again
+    connection.transport.close.assert_not_called()
+    connection._look()
+    connection.transport.close.assert_called_once()
+
+
+def test_a_connection_between_two_requests_lives_as_long_as_keep_alive_says(connection: Any) -> None:
+    connection.cycle = Mock(response_complete=True)
+    connection.timeout_keep_alive_task = Mock()  # uvicorn's
+    for _ in range(3):
+        connection._look()
+    connection.timeout_keep_alive_task = None  # the first bytes of a head have come
+    connection._look()
     connection.transport.close.assert_not_called()
     connection._look()
     connection.transport.close.assert_called_once()

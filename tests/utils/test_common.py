@@ -26,6 +26,12 @@ def test_only_the_first_rank_prints(
     assert "this" not in err.replace(__file__, "")
 
 
+def test_parts_of_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")  # on every rank alike
+    with pytest.raises(TypeError, match=r"one message, and a logger; the second argument is 0\.5: join"):
+        print_rank_0("loss", 0.5)  # type: ignore[arg-type]
+
+
 def test_a_context_can_be_off() -> None:
     events = []
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +35,9 @@ class Plugin(ABC):
     """Whether the plan gives parameters memory that were built without it (``colossalai.lazy``), piece by
     piece; else the booster does so before.
     """
+
+    device: torch.device | None = None
+    """Where the model computes, for plans that ``control_device``; ``None`` is the default device."""
 
     @abstractmethod
     def supported_devices(self) -> list[str]:

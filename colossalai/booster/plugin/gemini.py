@@ -129,7 +129,7 @@ class GeminiPlugin(HalfWeightPlugin):
             ("disk", disk_capacity),
         ):
             check_capacity(tier, capacity)
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device: torch.device = torch.device(device) if device is not None else default_device()
         scale = LossScaleOptions.of(locals()).arguments()
         self.model_options: dict[str, Any] = {
             **{name: given[name] for name in MODEL_OPTIONS},

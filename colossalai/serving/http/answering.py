@@ -24,6 +24,11 @@ from colossalai.serving.http.settings import Settings
 T = TypeVar("T")
 
 
+def printable(text: str) -> str:
+    """``text`` as it can be sent: what a client has sent may hold halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
+
+
 class ApiError(Exception):
     """An answer that is an error."""
 
@@ -36,7 +41,8 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param, self.kind = status, message, code, param, kind
+        self.status, self.message = status, printable(message)
+        self.code, self.param, self.kind = code, param, kind
 
 
 class ClientGone(Exception):

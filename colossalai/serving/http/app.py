@@ -19,7 +19,7 @@ import colossalai.serving.http.openai as openai
 from colossalai._version import __version__
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.front import RequestError, TextModel
-from colossalai.serving.http.answering import ApiError, ClientGone, Context, as_api_error
+from colossalai.serving.http.answering import ApiError, ClientGone, Context, as_api_error, printable
 from colossalai.serving.http.guard import Guard, error_body
 from colossalai.serving.http.metrics import Metrics
 from colossalai.serving.http.settings import Settings
@@ -83,14 +83,14 @@ def finish(
     _add_status(app)
     _add_pages(app, pages)
     _add_errors(app)
-    if settings.allow_origins:
+    app.add_middleware(Guard, settings=settings, metrics=metrics, draining=draining)
+    if settings.allow_origins:  # outermost, so that pages of these hosts can read what the guard refuses, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allow_origins),
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(Guard, settings=settings, metrics=metrics, draining=draining)
 
 
 def _add_status(app: FastAPI) -> None:
@@ -142,9 +142,11 @@ def _add_errors(app: FastAPI) -> None:
             ]
         if not request.url.path.startswith("/v1"):
             return JSONResponse({"detail": faults}, 422)
-        places = [".".join(fault["loc"][1:]) or "body" for fault in faults]
-        message = "; ".join(f"{place}: {fault['msg']}" for place, fault in zip(places, faults, strict=True))
-        return answer(request, ApiError(400, message, "invalid_value", places[0].partition(".")[0]))
+        places = [".".join(fault["loc"][1:]) for fault in faults]
+        told = [f"{place or 'body'}: {fault['msg']}" for place, fault in zip(places, faults, strict=True)]
+        return answer(
+            request, ApiError(400, "; ".join(told), "invalid_value", places[0].partition(".")[0] or None)
+        )
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -164,9 +166,11 @@ def _add_errors(app: FastAPI) -> None:
 
 def _fault(fault: Any) -> dict[str, Any]:
     """Without the value that was sent: it may be long, or no JSON."""
-    place = [str(part)[:100].encode(errors="replace").decode() for part in fault["loc"]]
+    place, message = fault["loc"], str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "json_invalid":
+        place, message = place[:1], f"it is no JSON: {fault['ctx']['error']} at character {place[1]}"
     return {
-        "loc": place,
-        "msg": str(fault["msg"]).removeprefix("Value error, ")[:300].encode(errors="replace").decode(),
+        "loc": [printable(str(part))[:100] for part in place],
+        "msg": printable(message)[:300],
         "type": fault["type"],
     }

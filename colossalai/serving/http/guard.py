@@ -87,13 +87,18 @@ class Guard:
             raise Refusal(503, "the server is shutting down", "unavailable", close=True)
         if scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not self._knows_key(scope):
             raise Refusal(401, "send the API key as Authorization: Bearer KEY", "invalid_api_key")
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # a proxy in front of us may believe the other one, and see other requests than we do
+            both = "a request has a content-length or a transfer-encoding, not both"
+            raise Refusal(400, both, "invalid_request", close=True)
 
     def _knows_key(self, scope: Scope) -> bool:
         key = self.settings.api_key
         if key is None:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + key.encode())
+        scheme, _, sent = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(sent.strip(), key.encode())
 
     async def _read(self, scope: Scope, receive: Receive, body: _Body) -> None:
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class Body(BaseModel):
@@ -25,9 +26,9 @@ class GenerationBody(Body):
         None, gt=0, le=256, strict=True, description="Another name of max_tokens."
     )
     top_k: int | None = Field(None, gt=0, lt=1 << 31, strict=True, examples=[50])
-    top_p: float | None = Field(None, gt=0.0, lt=1.0, examples=[0.5])
-    temperature: float | None = Field(None, gt=0.0, lt=1.0, examples=[0.7])
-    greedy: bool | None = Field(None, description="Take the most likely token each time.")
+    top_p: Number | None = Field(None, gt=0.0, lt=1.0, examples=[0.5])
+    temperature: Number | None = Field(None, gt=0.0, lt=1.0, examples=[0.7])
+    greedy: Flag | None = Field(None, description="Take the most likely token each time.")
 
     @model_validator(mode="after")
     def _one_length(self) -> GenerationBody:
@@ -47,7 +48,7 @@ class GenerationAnswer(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: Flag = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -71,7 +72,7 @@ class Common(Body):
     temperature: Number = Field(1.0, ge=0.0, le=2.0)
     top_p: Number = Field(1.0, gt=0.0, le=1.0)
     n: int = Field(1, ge=1, le=128, strict=True)
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63, strict=True)
@@ -79,8 +80,8 @@ class Common(Body):
     # further than OpenAI
     top_k: int = Field(0, ge=-1, lt=1 << 31, strict=True, description="0 or -1: all tokens.")
     min_p: Number = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: Number = Field(1.0, gt=0.0, le=100.0)
-    ignore_eos: bool = False
+    repetition_penalty: Number = Field(1.0, ge=0.001, le=1000.0)
+    ignore_eos: Flag = False
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=64)
     # see _NOT_OFFERED
     presence_penalty: Literal[0] | None = Field(None, description="Not offered; see repetition_penalty.")
@@ -134,7 +135,7 @@ class CompletionBody(Common):
     )
     max_tokens: int | None = Field(16, ge=0, lt=1 << 31, strict=True)
     logprobs: int | None = Field(None, ge=0, le=20, strict=True)
-    echo: bool = False
+    echo: Flag = False
     best_of: int | None = Field(None, ge=1, strict=True)
     suffix: None = Field(None, description="Not offered.")
 
@@ -180,7 +181,7 @@ class ChatBody(Common):
     messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31, strict=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31, strict=True)
-    logprobs: bool | None = False
+    logprobs: Flag | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20, strict=True)
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0, description="Not offered.")

@@ -81,7 +81,9 @@ def patient(seconds: float) -> type[H11Protocol]:
 
         def _look(self) -> None:
             unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else -1
-            busy = self.cycle is not None and not self.cycle.response_complete
+            # between two requests uvicorn's own timer (keep_alive) ends the connection
+            busy = self.timeout_keep_alive_task is not None
+            busy = busy or (self.cycle is not None and not self.cycle.response_complete)
             if unread > 0 and unread == self._unread:  # nothing was read since the last look
                 self.transport.abort()
             elif not busy and self._seen is self.cycle:  # nothing has begun

@@ -48,5 +48,9 @@ class Settings:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
         if not self.drain >= 0:
             raise ValueError(f"drain must be 0 s or more, got {self.drain!r}")
-        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
-            raise ValueError("api_key must be a text of ASCII characters that is not empty")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+            raise ValueError(
+                "api_key must be a text of ASCII characters that is not empty, without spaces at its ends"
+                " and without line breaks, which no client could send"
+            )
