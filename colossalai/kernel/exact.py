@@ -144,7 +144,7 @@ def attention(
         from colossalai.kernel import triton_paged_attention
 
         table = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None]
-        keys_own, values_own = (t.contiguous() for t in own)
+        keys_own, values_own = (t.to(query.dtype).contiguous() for t in own)
         out = triton_paged_attention.paged_attention(
             packed, keys_own, values_own, table, starts, lengths, queries, scale, None, None, True,
             mask=mask, order=order,

@@ -103,7 +103,7 @@ def _attend(
 ) -> Tensor:
     args = query, key_pages, value_pages, page_table, query_starts, lengths
     seen = window or None
-    if _on_gpu(query, value_pages) and query.size(2) == value_pages.size(3):
+    if _on_gpu(query, value_pages):
         from colossalai.kernel import triton_paged_attention
 
         return triton_paged_attention.paged_attention(*args, max_query, scale, alibi, seen, exact)

@@ -100,12 +100,16 @@ def add_blocks(blocks: Sequence[Block], old: Tensor | None, out: Tensor, lse: Te
     batch, heads, length, width = out.shape
     if not out.numel():
         return out
+    if out.stride(3) != 1:
+        return out.copy_(
+            add_blocks(blocks, old, torch.empty(out.shape, dtype=out.dtype, device=out.device), lse)
+        )
     arguments: list[Any] = []
     for block in [*blocks, *[blocks[0]] * (AT_ONCE - len(blocks))]:
         values = block.values if block.values.stride(3) == 1 else block.values.contiguous()
         sums = values if block.lse is None else block.lse
         arguments += [values, sums, block.start, values.size(2), *values.stride()[:3], *sums.stride()[:3]]
-    before = out if old is None else old
+    before = out if old is None else old if old.stride(3) == 1 else old.contiguous()
     with torch.cuda.device(out.device):
         _add_blocks[(triton.cdiv(length, ROWS), batch * heads)](
             *arguments,

@@ -43,9 +43,11 @@ def _product(
     for chunk in range(first, last):
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, inner), STEP):
-            place = start + tl.arange(0, STEP)
+            place = (start + tl.arange(0, STEP)).to(tl.int64)
             x = tl.load(
-                a_rows + place[None, :] * ai, mask=(row < rows)[:, None] & (place < inner)[None, :], other=0.0
+                a_rows + place[None, :] * ai,
+                mask=(row < rows)[:, None] & (place < inner)[None, :],
+                other=0.0,
             )
             y = tl.load(
                 b_columns + place[:, None] * bi,
@@ -60,7 +62,7 @@ def _product(
         tl.store(out + at, total, mask=inside)
     else:
         if BIAS:
-            at = batch * sb + row[:, None] * sr + column[None, :] * sc
+            at = batch * sb + row.to(tl.int64)[:, None] * sr + column.to(tl.int64)[None, :] * sc
             total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + batch * ob + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=inside)
 
@@ -187,6 +189,7 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``x`` normalized over its last ``width`` numbers, the means and the reciprocal deviations."""
     x = x.contiguous()
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     rows = x.numel() // max(width, 1)
     out = torch.empty_like(x)
     means, roots = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))

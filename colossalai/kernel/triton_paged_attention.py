@@ -23,8 +23,8 @@ MOST_SPLITS = 16
 
 @triton.jit
 def _write_pages(
-    keys, values, key_pages, value_pages, slots, key_row, value_row, width, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    keys, values, key_pages, value_pages, slots, key_row, value_row, key_width, value_width,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -32,43 +32,51 @@ def _write_pages(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
-    inside = (column < width) & (slot >= 0)
-    key = tl.load(keys + token * key_row + column, mask=inside)
-    value = tl.load(values + token * value_row + column, mask=inside)
-    tl.store(key_pages + slot * width + column, key, mask=inside)
-    tl.store(value_pages + slot * width + column, value, mask=inside)
+    of_key = column < tl.where(slot >= 0, key_width, 0)
+    of_value = column < tl.where(slot >= 0, value_width, 0)
+    key = tl.load(keys + token * key_row + column, mask=of_key)
+    value = tl.load(values + token * value_row + column, mask=of_value)
+    tl.store(key_pages + slot * key_width + column, key, mask=of_key)
+    tl.store(value_pages + slot * value_width + column, value, mask=of_value)
 
 
 def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-    tokens, width = keys.size(0), keys.size(1) * keys.size(2)
-    keys, values = keys.reshape(tokens, width), values.reshape(tokens, width)
-    block = min(2048, triton.next_power_of_2(width))
-    if tokens:
-        with on_device_of(keys):
-            _write_pages[(tokens, triton.cdiv(width, block))](
-                keys,
-                values,
-                key_pages,
-                value_pages,
-                slots,
-                keys.stride(0),
-                values.stride(0),
-                width,
-                BLOCK=block,
-                EARLY=early(keys.device),
-                launch_pdl=early(keys.device),
-            )
+    tokens = keys.size(0)
+    if not tokens:
+        return
+    keys, values = (_flat(t) for t in (keys, values))
+    widest = max(keys.size(1), values.size(1))
+    block = min(2048, triton.next_power_of_2(widest))
+    with on_device_of(keys):
+        _write_pages[(tokens, triton.cdiv(widest, block))](
+            keys,
+            values,
+            key_pages,
+            value_pages,
+            slots,
+            keys.stride(0),
+            values.stride(0),
+            keys.size(1),
+            values.size(1),
+            BLOCK=block,
+            EARLY=early(keys.device),
+            launch_pdl=early(keys.device),
+        )
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """A row of numbers that lie side by side for each token, of all ``heads`` (tokens, heads, width)."""
+    rows = heads.flatten(1)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @triton.jit
 def _attend(
     query, key_pages, value_pages, table, starts, lengths, out, sums, slopes, table_row, page_size, qt, qh,
-    kt, kh, heads, width, scale, window, splits, mask, ms, mh, mq, mk, MASKED: tl.constexpr,
-    ORDER: tl.constexpr,
-    SHARED: tl.constexpr, ALIBI: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    kt, kh, vt, vh, heads, width, value_width, scale, window, splits, mask, ms, mh, mq, mk,
+    MASKED: tl.constexpr, ORDER: tl.constexpr, SHARED: tl.constexpr, ALIBI: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    IEEE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,8 +102,8 @@ def _attend(
         position = tl.full((ROWS,), 0, tl.int32) + (length - 1)
     elif ORDER == 1:  # queries are the last
         position = length - queries + number
-    column = tl.arange(0, WIDTH)
-    narrow = column < width
+    column, value_column = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    narrow, narrow_value = column < width, value_column < value_width
     of_query = (begin + number).to(tl.int64) * qt + head * qh
     q = tl.load(
         query + of_query[:, None] + column[None, :], mask=exists[:, None] & narrow[None, :], other=0.0
@@ -106,22 +114,30 @@ def _attend(
     last = tl.minimum(last, tl.max(tl.where(exists, position, 0), 0) + 1)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, WIDTH), tl.float32)
+    result = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     for start in tl.range(first, last, KEYS, num_stages=STAGES):
         place = start + tl.arange(0, KEYS)
         inside = place < length
         page = tl.load(table + batch * table_row + place // page_size, mask=inside, other=0).to(tl.int64)
-        of_key = (page * page_size + place % page_size) * kt + shared_head * kh
-        both = inside[:, None] & narrow[None, :]
-        key = tl.load(key_pages + of_key[:, None] + column[None, :], mask=both, other=0.0)
-        value = tl.load(value_pages + of_key[:, None] + column[None, :], mask=both, other=0.0)
+        slot = page * page_size + place % page_size
+        key = tl.load(
+            key_pages + (slot * kt + shared_head * kh)[:, None] + column[None, :],
+            mask=inside[:, None] & narrow[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            value_pages + (slot * vt + shared_head * vh)[:, None] + value_column[None, :],
+            mask=inside[:, None] & narrow_value[None, :],
+            other=0.0,
+        )
         if IEEE:
             score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
         else:
             score = tl.dot(q, tl.trans(key)) * scale
         behind = position[:, None] - place[None, :]
         if MASKED:
-            of_mask = batch * ms + head[:, None] * mh + number[:, None] * mq + place[None, :] * mk
+            of_row = batch * ms + head.to(tl.int64) * mh + number.to(tl.int64) * mq
+            of_mask = of_row[:, None] + place[None, :] * mk
             score += (
                 tl.load(mask + of_mask, mask=exists[:, None] & inside[None, :], other=0.0)
                 * 1.4426950408889634
@@ -147,7 +163,11 @@ def _attend(
     if SPLIT:
         at = at * splits + tl.program_id(0)
         tl.store(sums + at, tl.where(total > 0, top + tl.log2(total), -1e30), mask=exists)
-    tl.store(out + at[:, None] * width + column[None, :], answer, mask=exists[:, None] & narrow[None, :])
+    tl.store(
+        out + at[:, None] * value_width + value_column[None, :],
+        answer,
+        mask=exists[:, None] & narrow_value[None, :],
+    )
 
 
 @triton.jit
@@ -188,33 +208,34 @@ def paged_attention(
     are seen, 1 if queries are the last of their sequences, 2 if they are the first.
     """
     tokens, heads, width = query.shape
-    shared_heads, page_size = key_pages.size(2), key_pages.size(1)
-    out = torch.empty(tokens, heads, width, dtype=query.dtype, device=query.device)
+    shared_heads, page_size, value_width = key_pages.size(2), key_pages.size(1), value_pages.size(3)
+    out = torch.empty(tokens, heads, value_width, dtype=query.dtype, device=query.device)
     if not out.numel():
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     shared, batch = heads // shared_heads, lengths.numel()
-    padded = max(16, triton.next_power_of_2(width))  # tl.dot takes no fewer
+    padded, value_padded = (max(16, triton.next_power_of_2(n)) for n in (width, value_width))  # of tl.dot
     full = query.dtype == torch.float32
-    rows, keys, warps, stages = _tiles(max_query * shared, padded, full, exact)
+    rows, keys, warps, stages = _tiles(max_query * shared, max(padded, value_padded), full, exact)
     single = max_query == 1 and tokens == batch and shared <= rows and not exact
     splits = number_of_splits(batch * shared_heads, page_table.size(1) * page_size) if single else 1
     parts, sums = out, out
     if splits > 1:
-        parts = torch.empty(tokens, heads, splits, width, dtype=torch.float32, device=query.device)
+        parts = torch.empty(tokens, heads, splits, value_width, dtype=torch.float32, device=query.device)
         sums = torch.empty(tokens, heads, splits, dtype=torch.float32, device=query.device)
-    common = (page_table.stride(0), page_size, *query.stride()[:2], *key_pages.stride()[1:3])
+    strides = *query.stride()[:2], *key_pages.stride()[1:3], *value_pages.stride()[1:3]
     slopes = query if alibi is None else alibi.contiguous()  # a column of what the model adds to scores
     far = 1 << 30 if window is None else window
     soon = early(query.device)
     with on_device_of(query):
         tiles = splits if splits > 1 else triton.cdiv(max_query * shared, rows)
         _attend[(tiles, shared_heads, batch)](
-            query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes, *common,
-            heads, width, scale * LOG2E, far, splits, query if mask is None else mask,
+            query, key_pages, value_pages, page_table, query_starts, lengths, parts, sums, slopes,
+            page_table.stride(0), page_size, *strides, heads, width, value_width, scale * LOG2E, far, splits,
+            query if mask is None else mask,
             *((0, 0, 0, 0) if mask is None else mask.stride()), MASKED=mask is not None, ORDER=order,
             SHARED=shared, ALIBI=alibi is not None, SPLIT=splits > 1, ROWS=rows, KEYS=keys, WIDTH=padded,
-            IEEE=full, STAGES=stages, num_warps=warps, EARLY=soon, launch_pdl=soon,
+            VALUE_WIDTH=value_padded, IEEE=full, STAGES=stages, num_warps=warps, EARLY=soon, launch_pdl=soon,
         )  # fmt: skip
         if splits > 1:
             _merge[(tokens * heads,)](
@@ -222,9 +243,9 @@ def paged_attention(
                 sums,
                 out,
                 splits,
-                width,
+                value_width,
                 SPLITS=triton.next_power_of_2(splits),
-                WIDTH=padded,
+                WIDTH=value_padded,
                 EARLY=soon,
                 num_warps=2,
                 launch_pdl=soon,

@@ -27,6 +27,8 @@ class Case:
     exact: bool = False
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    value_width: int | None = None
+    """Where it is not that of the keys."""
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +39,10 @@ class Case:
         for row, number in zip(table, need, strict=True):
             row[:number] = torch.tensor([next(free) for _ in range(number)])
         query = torch.randn(sum(self.queries), self.heads, self.width)
-        keys, values = (torch.randn(sum(need) + 3, PAGE, self.shared, self.width) for _ in range(2))
+        keys, values = (
+            torch.randn(sum(need) + 3, PAGE, self.shared, width)
+            for width in (self.width, self.value_width or self.width)
+        )
         starts = torch.tensor([0, *self.queries]).cumsum(0).int()
         found = (
             *(t.to(self.dtype) for t in (query, keys, values)),
@@ -62,7 +67,7 @@ class Case:
         query, keys, values, table, starts, lengths = (
             t.double() if t.is_floating_point() else t.tolist() for t in self.tensors
         )
-        scale, out = self.width**-0.5, torch.zeros_like(query)
+        scale, out = self.width**-0.5, query.new_zeros(*query.shape[:2], values.shape[-1])
         for row, length in enumerate(lengths):
             for token in range(starts[row], starts[row + 1]):
                 place = length - (starts[row + 1] - token)
@@ -95,6 +100,9 @@ CASES = [
     Case([1, 1, 1], [5, 40, 1], 4, 2, 8),  # narrower than a tile of Triton can be
     Case([5, 1, 20], [5, 30, 40], 4, 2, 8, alibi=True, window=7),
     Case([1], [1100], 4, 1, 12),
+    Case([5, 1], [9, 30], 4, 4, 24, value_width=16),  # latent attention (DeepSeek)
+    Case([1], [1100], 4, 1, 12, value_width=40),
+    Case([7, 1], [9, 30], 4, 2, 24, value_width=8, exact=True),
     Case([7, 1], [9, 30], 4, 4, 12, exact=True),
     Case([1, 1], [33, 50], 4, 2, 64, exact=True),
     Case([7, 1], [33, 50], 2, 2, 128, exact=True, alibi=True),

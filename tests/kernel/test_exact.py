@@ -74,11 +74,12 @@ def test_a_row_is_as_if_alone(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["causal", "boolean mask", "added mask", "all"])
+@pytest.mark.parametrize("how", ["causal", "boolean mask", "added mask", "all", "narrow values"])
 def test_attention_is_torchs_and_each_row_is_as_if_alone(how: str, device: str) -> None:
     torch.manual_seed(0)
     query = torch.randn(3, 4, 19, 32, device=device, requires_grad=True)
-    key, value = (torch.randn(3, 2, 19, 32, device=device, requires_grad=True) for _ in range(2))
+    widths = (32, 12 if how == "narrow values" else 32)
+    key, value = (torch.randn(3, 2, 19, width, device=device, requires_grad=True) for width in widths)
     lower = torch.ones(19, 19, dtype=torch.bool, device=device).tril()
     mask = {"boolean mask": lower, "added mask": torch.randn(3, 1, 19, 19, device=device)}.get(how)
 
@@ -131,7 +132,7 @@ def run_in_triton() -> None:
     """The kernels for a GPU, on tensors of the CPU."""
     from contextlib import nullcontext
 
-    from colossalai.kernel import triton_exact, triton_rows
+    from colossalai.kernel import block_sums, triton_block_sums, triton_exact, triton_rows
 
     torch.cuda.device = lambda _: nullcontext()
     triton_exact.CHUNK = 128
@@ -146,8 +147,13 @@ def run_in_triton() -> None:
     torch.testing.assert_close(triton_exact.over_rows(x, "softmax"), x.softmax(-1))
     torch.testing.assert_close(triton_exact.over_rows(x, "log_softmax"), x.log_softmax(-1))
     for centered, truth in ((True, F.layer_norm(x, (3000,), w, w)), (False, F.rms_norm(x, (3000,), w, 1e-5))):
-        found, *_ = triton_exact.normalize(x, w, w if centered else None, 1e-5, centered, 3000)
+        every = torch.stack([w, w], 1)[:, 0]  # with gaps
+        found, *_ = triton_exact.normalize(x, every, every if centered else None, 1e-5, centered, 3000)
         torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
+    values, old = (torch.randn(2, 3, 8, 20).mT for _ in range(2))
+    out = torch.empty_like(values)  # like them, with gaps in a row
+    triton_block_sums.add_blocks([block_sums.Block(0, values)], old, out, None)
+    torch.testing.assert_close(out, values + old)
     weight, bias = torch.randn(70, 300), torch.randn(70)
     row, weights, biases = x[:1, :300].contiguous(), weight.split([33, 20, 17]), bias.split([33, 20, 17])
     truth = F.linear(row, weight, bias)

@@ -28,8 +28,8 @@ def test_sequences_without_keys_give_zeros() -> None:
 
 
 def test_tokens_are_written_to_their_slots_and_nowhere_else() -> None:
-    keys, values = torch.randn(4, 2, 8), torch.randn(4, 2, 8)
-    key_pages, value_pages = torch.zeros(3, PAGE, 2, 8), torch.zeros(3, PAGE, 2, 8)
+    keys, values = torch.randn(4, 2, 24)[..., ::2], torch.randn(4, 2, 8)  # keys of another width, with gaps
+    key_pages, value_pages = torch.zeros(3, PAGE, 2, 12), torch.zeros(3, PAGE, 2, 8)
     pages.write_pages(keys, values, key_pages, value_pages, torch.tensor([9, -1, 0, 3]))
     for page, tokens in ((key_pages, keys), (value_pages, values)):
         flat = page.flatten(0, 1)
