@@ -26,7 +26,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,12 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
 
 
+def seconds_left(args: argparse.Namespace) -> float:
+    return float(args.seconds) - (time.monotonic() - _BEGAN)
+
+
 def in_time(args: argparse.Namespace, what: str) -> bool:
-    if time.monotonic() - _BEGAN < args.seconds:
+    if seconds_left(args) > 0:
         return True
     say(f"{what}: left out, {args.seconds:g} s are over")
     return False
@@ -165,9 +171,13 @@ def through_http(folder: Path, args: argparse.Namespace) -> dict[int, dict[str, 
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None
     try:
+        # one that never comes up must not take the time of what is left to be measured
+        late = threading.Timer(max(30.0, seconds_left(args)), server.kill)
+        late.start()
         line = next((line for line in server.stdout if line.startswith("listening on ")), None)
+        late.cancel()
         if line is None:
-            raise RuntimeError(f"the server ended with exit code {server.wait()}")
+            raise RuntimeError(f"the server was not ready in time, or ended: exit code {server.wait()}")
         say("the server is ready")
         return {
             count: _load(line.split()[-1], count, args)
@@ -189,7 +199,7 @@ def _load(url: str, count: int, args: argparse.Namespace) -> dict[str, float]:
             concurrency=count,
             seed=repeat,
         )
-        samples = asyncio.run(run_load(url, load))
+        samples = asyncio.run(run_load(url, load, timeout=max(30.0, seconds_left(args))))
         if failed := [sample.error for sample in samples if sample.error]:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
         speed = sum(sample.tokens for sample in samples) / max(sample.ended for sample in samples)
@@ -235,18 +245,25 @@ def main() -> None:
         free()
         speeds: dict[str, dict[int, float]] = {}
         http: dict[int, dict[str, float]] = {}
+        failed: list[str] = []
         # transformers comes last: what the bar needs is there even if the time is not
         for name in ("offline", "http", "transformers"):
             if name in args.without:
                 continue
-            if name == "http":
-                http = through_http(folder, args)
-            else:
-                speeds[name] = {"offline": offline, "transformers": transformers}[name](folder, args)
+            try:
+                if name == "http":
+                    http = through_http(folder, args)
+                else:
+                    speeds[name] = {"offline": offline, "transformers": transformers}[name](folder, args)
+            except Exception:  # the other parts say something without it
+                failed.append(name)
+                traceback.print_exc()
             free()
             _show(args, speeds, http)
     finally:
         shutil.rmtree(folder)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _show(
