@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+_PENDING, _LAST = 16, 8
+"""Tokens without text that are kept at most, and of these the last, which may begin a character."""
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -52,6 +54,8 @@ class TextStream:
         if last or (len(now) > len(before) and not now.endswith(_UNFINISHED)):
             self._held += now[len(before) :]
             self._begin, self._read = self._read, len(self._tokens)
+        elif len(self._tokens) - self._read > _PENDING:
+            self._settle(before, now)
         places = [at for text in self._stop if (at := self._held.find(text)) >= 0]
         if places:
             self.stopped = True
@@ -59,6 +63,17 @@ class TextStream:
         keep = 0 if last else self._may_begin()
         given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return given
+
+    def _settle(self, before: str, now: str) -> None:
+        """Give what tokens further back have written: special ones nothing, bytes that are no text signs of
+        that.  Else each of many such tokens would be decoded with all before it.
+        """
+        cut = len(self._tokens) - _LAST
+        text = decode(self._tokenizer, self._tokens[self._begin : cut])
+        # no character lies across the cut: its end would have changed the text, and it is not still to come
+        if now.startswith(text) and (len(now) > len(text) or not text.endswith(_UNFINISHED)):
+            self._held += text[len(before) :]
+            self._begin, self._read = self._read, cut
 
     def _may_begin(self) -> int:
         """How many of the last characters may begin a stop string."""

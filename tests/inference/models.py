@@ -128,6 +128,16 @@ class Bytes:
         return bytes(tokens).decode(errors="replace")
 
 
+class SpecialBytes(Bytes):
+    """Bytes, and above them tokens without text; it knows the longest list that it has decoded."""
+
+    longest = 0
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return super().decode([token for token in tokens if token < 256])
+
+
 class Letters:
     """A tokenizer of single characters."""
 

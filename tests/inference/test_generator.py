@@ -13,7 +13,16 @@ import torch
 
 from colossalai.inference import Completion, Event, Generator, Sampling
 from colossalai.nn import exact_mode
-from tests.inference.models import WORDS, Bytes, Letters, build, greedy, log_probabilities, prompts
+from tests.inference.models import (
+    WORDS,
+    Bytes,
+    Letters,
+    SpecialBytes,
+    build,
+    greedy,
+    log_probabilities,
+    prompts,
+)
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
@@ -110,6 +119,40 @@ def test_no_half_characters_are_given() -> None:
     stream = TextStream(Bytes(), [], ())
     assert stream.add(Bytes().encode("€")[:2]) == ""
     assert stream.add([], last=True) == "\ufffd", "a text that ends within a character says so"
+
+
+def test_tokens_without_text_are_not_decoded_again_with_each_that_follows() -> None:
+    from colossalai.inference.text import TextStream
+
+    for token, text in ((300, ""), (0xFF, "\ufffd"), (0xE2, "\ufffd"), (0x98, "\ufffd")):
+        tokenizer = SpecialBytes()
+        stream = TextStream(tokenizer, [97])
+        found = "".join(stream.add([token]) for _ in range(500)) + stream.add([], last=True)
+        assert found == 500 * text
+        assert tokenizer.longest < 64
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_any_bytes_are_the_whole_text(seed: int) -> None:
+    """Characters of several tokens, bytes that are none, and tokens without text, also inside of them."""
+    from colossalai.inference.text import TextStream
+
+    draw, tokens = random.Random(seed), list[int]()
+    while len(tokens) < 300:
+        tokens += draw.choice(
+            [
+                [*"".join(draw.choices("ab é€😀漢\ufffd", k=8)).encode()],
+                draw.choices(range(256), k=draw.randrange(40)),
+                draw.choices([0xE2, 0x82, 0xF0, 0x9F, 0x98], k=draw.randrange(40)),
+                [300] * draw.randrange(40),
+            ]
+        )
+    tokenizer, found, at = SpecialBytes(), "", 0
+    stream = TextStream(tokenizer, [97])
+    while at < len(tokens):
+        count = draw.choice([1, 1, 1, 2, 5])
+        found, at = found + stream.add(tokens[at : at + count]), at + count
+    assert found + stream.add([], last=True) == tokenizer.decode(tokens)
 
 
 # ---- chance ----
