@@ -111,8 +111,10 @@ def offline(folder: Path, args: argparse.Namespace) -> dict[int, float]:
         )
         sampling = Sampling(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
 
-        def work(generator: Any = generator, sampling: Any = sampling, count: int = count) -> int:
-            return sum(len(one.tokens) for one in generator.generate(prompts(count, args.length), sampling))
+        asked = prompts(count, args.length)
+
+        def work(generator: Any = generator, sampling: Any = sampling, asked: Any = asked) -> int:
+            return sum(len(one.tokens) for one in generator.generate(asked, sampling))
 
         found[count] = timed(work, args.device)
         say(f"generator, {count} requests: {found[count]:.1f} tokens/s")
@@ -187,12 +189,10 @@ def _load(url: str, count: int, args: argparse.Namespace) -> dict[str, float]:
             concurrency=count,
             seed=repeat,
         )
-        began = time.monotonic()
         samples = asyncio.run(run_load(url, load))
-        seconds = time.monotonic() - began
         if failed := [sample.error for sample in samples if sample.error]:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
-        speed = sum(sample.tokens for sample in samples) / seconds
+        speed = sum(sample.tokens for sample in samples) / max(sample.ended for sample in samples)
         if repeat and speed > best["tokens/s"]:
             first = [sample.first or 0.0 for sample in samples]
             each = [sample.per_token or 0.0 for sample in samples]

@@ -5,6 +5,7 @@ together.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -159,9 +160,15 @@ class Ranks:
             outbox.put(frame)
 
     def _write(self, rank: int, channel: Channel) -> None:
+        outbox, going = self._outboxes[rank], True
         with contextlib.suppress(OSError):
-            while (message := self._outboxes[rank].get()) is not None:
-                channel.send_frame(message)
+            while going:
+                # all that is there at once: after each call of the system this thread waits for its turn
+                # behind the one that answers clients
+                found = [outbox.get(), *(outbox.get_nowait() for _ in range(outbox.qsize()))]
+                frames = list(itertools.takewhile(lambda frame: frame is not None, found))
+                going = len(frames) == len(found)
+                channel.send_frame(*(frame for frame in frames if frame is not None))
 
     def _read(self, rank: int, channel: Channel) -> None:
         try:

@@ -32,6 +32,8 @@ Frame = list[bytes | memoryview]
 _HEAD = struct.Struct(">QI")
 _MAC = 32
 _NONCE = 32
+_JOINED = 1 << 16  # bytes that are copied together rather than sent one after the other
+_PLAIN = {int, float, str, bool, type(None)}  # what JSON has itself; a list of these is taken as it is
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -96,7 +98,7 @@ def _flatten(value: Any, buffers: list[bytes | memoryview]) -> Any:
     if isinstance(value, tuple):
         return {"t": [_flatten(item, buffers) for item in value]}
     if isinstance(value, list):
-        return [_flatten(item, buffers) for item in value]
+        return value if _PLAIN.issuperset(map(type, value)) else [_flatten(item, buffers) for item in value]
     raise TypeError(
         f"a message between a service and its ranks cannot hold {type(value).__module__}."
         f"{type(value).__qualname__}; it can hold tensors, numbers, texts, bytes, None, lists,"
@@ -126,7 +128,7 @@ class _Reader:
 
 def _restore(value: Any, reader: _Reader) -> Any:
     if isinstance(value, list):
-        return [_restore(item, reader) for item in value]
+        return value if _PLAIN.issuperset(map(type, value)) else [_restore(item, reader) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -193,17 +195,25 @@ class Channel:
         """Send one message; waits while the peer does not read."""
         self.send_frame(pack_frame(kind, value))
 
-    def send_frame(self, frame: Frame) -> None:
-        """As ``send``, of what ``pack_frame`` made."""
+    def send_frame(self, *frames: Frame) -> None:
+        """As ``send``, of what ``pack_frame`` made; many small ``frames`` are one call of the system."""
         with self._lock:
-            if self._keys is not None:
-                frame = [*frame, self._code(self._keys[0], self._sent, frame)]
-                self._sent += 1
-            if sum(map(len, frame)) < 1 << 16:
-                self._socket.sendall(b"".join(frame))
-            else:
+            waiting, size = Frame(), 0
+            for frame in frames:
+                if self._keys is not None:
+                    frame = [*frame, self._code(self._keys[0], self._sent, frame)]
+                    self._sent += 1
                 for piece in frame:
-                    self._socket.sendall(piece)
+                    if size + len(piece) > _JOINED:
+                        self._send_joined(waiting)
+                        waiting, size = [], 0
+                    waiting.append(piece)
+                    size += len(piece)
+            self._send_joined(waiting)
+
+    def _send_joined(self, pieces: Frame) -> None:
+        if pieces:
+            self._socket.sendall(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def receive(self, limit: int = MAX_FRAME) -> tuple[str, Any] | None:
         """The next message; None after the peer has closed the connection."""

@@ -139,6 +139,8 @@ def run_worker(end: socket.socket | None, lifeline: Connection, post: Post) -> N
     try:
         _launch(post)
         program = post.job.program(**post.job.arguments)
+        gc.collect()
+        gc.freeze()  # what stays is not searched for garbage between steps
         link.send(READY)
         program.run(link)
     except BaseException as error:

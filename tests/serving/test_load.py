@@ -107,7 +107,7 @@ def test_the_load_of_the_command_is_what_was_stated(server: Here) -> None:
     for (_, body), sample in zip(load.draw(), samples, strict=True):
         assert sample.text == bytes(answer(body["prompt"], body["max_tokens"])).decode()
         assert sample.tokens == sample.wanted
-        assert 0 < (sample.first or 0) <= (sample.last or 0)
+        assert 0 < (sample.first or 0) <= (sample.last or 0) <= sample.ended - sample.sent
     assert {sample.prompt for sample in samples} == {5, 40}
     refused = asyncio.run(run_load(server.url, Load(requests=2, prompts=Mix.parse("600"))))
     assert "context is 512 tokens" in (refused[0].error or "")

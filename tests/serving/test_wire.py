@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossalai.serving.wire import Channel, WireError, pack, unpack
+from colossalai.serving.wire import Channel, WireError, pack, pack_frame, unpack
 
 
 def _pair() -> tuple[Channel, Channel]:
@@ -87,6 +87,32 @@ def _meet(secrets: tuple[bytes, bytes]) -> tuple[Channel, Channel, list[Any]]:
         first.close()
     thread.join()
     return first, second, failed
+
+
+def _meeting() -> tuple[Channel, Channel]:
+    first, second, _ = _meet((b"a" * 16, b"a" * 16))
+    return first, second
+
+
+@pytest.mark.parametrize("make", [_pair, _meeting])
+def test_frames_that_are_sent_together_arrive_one_by_one(make: Any) -> None:
+    """Small ones, one larger than what is joined, and none at all."""
+    first, second = make()
+    values = [*range(300), torch.arange(40_000), "x" * (1 << 17), [1, None, [2.5, {"a": (3,)}]]]
+
+    def send() -> None:
+        first.send_frame()
+        first.send_frame(*(pack_frame("value", value) for value in values))
+        first.close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    got = []
+    while (message := second.receive()) is not None:
+        got.append(message)
+    thread.join()
+    assert [kind for kind, _ in got] == ["value"] * len(values)
+    assert str([value for _, value in got]) == str(values)
 
 
 def test_both_ends_prove_that_they_know_the_secret() -> None:

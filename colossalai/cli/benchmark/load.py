@@ -91,6 +91,8 @@ class Sample:
     sent: float = 0.0
     first: float | None = None
     last: float | None = None
+    ended: float = 0.0
+    """Seconds after the beginning of the load."""
     tokens: int = 0
     text: str = ""
     error: str | None = None
@@ -107,6 +109,7 @@ async def run_load(url: str, load: Load, *, key: str | None = None, timeout: flo
     """Send all requests of ``load`` to the server at ``url``; the samples are in the order of sending."""
     target = Target.parse(url, key)
     gate = asyncio.Semaphore(load.concurrency)
+    drawn = load.draw()
     began = time.monotonic()
 
     async def one(at: float, body: dict[str, Any]) -> Sample:
@@ -119,9 +122,10 @@ async def run_load(url: str, load: Load, *, key: str | None = None, timeout: flo
                 sample.error = f"no answer within {timeout:g} s"
             except (OSError, EOFError, ValueError, KeyError) as error:
                 sample.error = f"{type(error).__name__}: {error}"
+            sample.ended = time.monotonic() - began
             return sample
 
-    return list(await asyncio.gather(*(one(at, body) for at, body in load.draw())))
+    return list(await asyncio.gather(*(one(at, body) for at, body in drawn)))
 
 
 @dataclass(frozen=True)

@@ -151,19 +151,25 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_DONE = b"data: [DONE]\n\n"
+
+
 class EventStream(Response):
     """Server-sent events of JSON objects, ended by ``[DONE]``; an error on the way is an event of its own.
 
-    The first event is awaited before the head is sent, so what is refused is refused with its status.
+    ``events`` yields those that are sent together, and None behind the last one: at the end of many streams
+    every message of its own would keep the others waiting.  The first are awaited before the head is sent, so
+    what is refused is refused with its status.
     """
 
-    def __init__(self, events: AsyncGenerator[Any, None], path: str) -> None:
+    def __init__(self, events: AsyncGenerator[list[Any], None], path: str) -> None:
         self._events, self._path = events, path
         self._first: Any = None
         self.background = None
 
     @classmethod
-    async def begin(cls, events: AsyncGenerator[Any, None], request: Request) -> EventStream:
+    async def begin(cls, events: AsyncGenerator[list[Any], None], request: Request) -> EventStream:
         stream = cls(events, request.url.path)
         try:
             stream._first = await unless_gone(request.receive, anext(events))
@@ -189,16 +195,21 @@ class EventStream(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_event(send, self._first)
+        await _send_events(send, self._first)
+        if self._first[-1] is None:
+            return
         try:
-            async for event in self._events:
-                await _send_event(send, event)
+            async for events in self._events:
+                await _send_events(send, events)
+                if events[-1] is None:
+                    return
         except (ServiceError, RequestError, TimeoutError) as error:
             told = as_api_error(error)
-            await _send_event(send, error_body("/v1", told.message, told.code, told.param, told.kind))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            body = error_body("/v1", told.message, told.code, told.param, told.kind)
+            await _send_events(send, [body, None])
 
 
-async def _send_event(send: Send, event: Any) -> None:
-    data = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+async def _send_events(send: Send, events: list[Any]) -> None:
+    pieces = [_DONE if event is None else b"data: %b\n\n" % _to_json(event).encode() for event in events]
+    more = events[-1] is not None
+    await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})

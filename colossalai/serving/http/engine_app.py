@@ -19,7 +19,7 @@ from colossalai.serving.http.app import DOCS, bare_app, finish
 from colossalai.serving.http.guard import Refusal, within
 from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.schemas import GenerationBody
-from colossalai.serving.http.server import make_server
+from colossalai.serving.http.server import make_server, run
 from colossalai.serving.http.settings import Settings
 from colossalai.serving.list_cache import ListCache, MissCacheError
 
@@ -125,7 +125,7 @@ def serve_engine(
         announce=announce,
     )
     try:
-        server.run(sockets=[sock])
+        run(server, sock)
     finally:
         sock.close()
         text.engine.shutdown()

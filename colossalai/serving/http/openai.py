@@ -181,7 +181,7 @@ def _usage(requests: Sequence[Any], choices: Sequence[PromptAnswer], n: int) -> 
 
 async def _completion_events(
     context: Context, body: CompletionBody, requests: Any, frame: _Frame
-) -> AsyncGenerator[Any, None]:
+) -> AsyncGenerator[list[Any], None]:
     offsets = [0] * len(requests)
 
     def row(part: Any) -> Any:
@@ -193,14 +193,14 @@ async def _completion_events(
             offsets[part.index] += sum(map(len, listed["tokens"]))
         return _completion_row(part.index, part.text, part.finish_reason, listed)
 
-    async with aclosing(_events(context, body, requests, frame.head(), row)) as events:
-        async for event in events:
-            yield event
+    async with aclosing(_events(context, body, requests, frame.head(), row)) as stream:
+        async for events in stream:
+            yield events
 
 
 async def _chat_events(
     context: Context, body: ChatBody, requests: Any, frame: _Frame
-) -> AsyncGenerator[Any, None]:
+) -> AsyncGenerator[list[Any], None]:
     head = frame.head(".chunk")
 
     def row(part: Any) -> Any:
@@ -211,31 +211,33 @@ async def _chat_events(
             "finish_reason": None if part.finish_reason is None else _REASONS[part.finish_reason],
         }
 
-    opened = False
-    async with aclosing(_events(context, body, requests, head, row)) as events:
-        async for event in events:
-            if not opened:  # after the first part has come, so that what is refused has a status of its own
-                opened = True
-                for index in range(len(requests)):
-                    delta = {"role": "assistant", "content": ""}
-                    first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    yield {**head, "choices": [first]}
-            yield event
+    delta = {"role": "assistant", "content": ""}
+    openings = [
+        {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        for index in range(len(requests))
+    ]
+    async with aclosing(_events(context, body, requests, head, row)) as stream:
+        async for events in stream:  # the first part has come: what is refused has a status of its own
+            yield [*openings, *events]
+            openings = []
 
 
 async def _events(
     context: Context, body: Common, requests: Any, head: dict[str, Any], row: Callable[[Any], Any]
-) -> AsyncGenerator[Any, None]:
-    """Chunks with one choice each, then, if it is wanted, the usage."""
+) -> AsyncGenerator[list[Any], None]:
+    """Chunks with one choice each, with the last one, if it is wanted, the usage, and then None."""
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     more = {"usage": None} if wants_usage else {}
     choices = [PromptAnswer() for _ in requests]
     async with aclosing(timed(context, requests)) as parts:
         async for part in parts:
             choices[part.index].add(part)
-            yield {**head, "choices": [row(part)], **more}
-    if wants_usage:
-        yield {**head, "choices": [], "usage": _usage(requests, choices, body.n)}
+            events: list[Any] = [{**head, "choices": [row(part)], **more}]
+            if all(choice.finish_reason is not None for choice in choices):
+                if wants_usage:
+                    events.append({**head, "choices": [], "usage": _usage(requests, choices, body.n)})
+                events.append(None)
+            yield events
 
 
 def _completion_row(index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
