@@ -17,7 +17,7 @@ import click
 from pymdownx.slugs import slugify
 
 from docs import sidebar
-from docs.pages import ENGLISH, LANGUAGES, ROOT, SHELL, SOURCE, Block, Page, pages
+from docs.pages import ENGLISH, LANGUAGES, ROOT, SHELL, SOURCE, Block, Page, pages, plain
 
 UNTRANSLATED = SOURCE / "untranslated.txt"
 _LINK = re.compile(r"(!?)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
@@ -159,8 +159,8 @@ def refused(line: str, page: Page) -> str:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         return str(error)
-    plain = shlex.join(words)
-    if any(shlex.join(shlex.split(command)) == plain for command in page.commands):
+    typed = shlex.join(words)
+    if any(shlex.join(shlex.split(plain(command))) == typed for command in page.commands):
         return ""
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]

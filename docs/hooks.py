@@ -12,6 +12,8 @@ from mkdocs.structure.pages import Page
 
 from docs import reference, sidebar
 from docs.pages import ENGLISH, SOURCE
+from docs.pages import Page as Source
+from docs.titles import with_titles
 
 NAMES = {"en": "English", "zh-Hans": "简体中文"}
 NOT_YET = "!!! note\n    本页尚未翻译。\n\n"
@@ -55,9 +57,9 @@ def _borrowed(path: Path, name: str, config: MkDocsConfig) -> File:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    shown = _MARK.sub("", _HIDDEN.sub("", markdown))
-    if language_of(config) == "zh-Hans":
-        shown = shown.replace('title="Output"', 'title="输出"')  # the mark of `docs.pages`, as readers see it
+    source = Path(page.file.abs_src_path or page.file.src_uri)
+    titled = with_titles(Source(source, markdown), language_of(config))
+    shown = _MARK.sub("", _HIDDEN.sub("", titled))
     return _AUTODOC.sub(lambda found: reference.entry(found[1]), shown)
 
 

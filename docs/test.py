@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from colossalai.testing import spawn
@@ -67,7 +68,8 @@ def _run(command: str, folder: Path) -> str:
             spawn(_script, int(job[1]), timeout=_LIMIT / 2, folder=folder, words=shlex.split(job[2]))
         )
     if one := _ONE.fullmatch(command):
-        return "".join(spawn(_script, 1, timeout=_LIMIT / 2, folder=folder, words=shlex.split(one[1])))
+        task = partial(_alone, environment=dict(os.environ), folder=folder, words=shlex.split(one[1]))
+        return "".join(spawn(task, 1, timeout=_LIMIT / 2))
     if tests := _TESTS.fullmatch(command):
         return _run_tests(folder, shlex.split(tests[1]))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -106,6 +108,15 @@ def _script(rank: int, world_size: int, port: int, folder: Path, words: list[str
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(words[0], run_name="__main__")
     return out.getvalue()
+
+
+def _alone(
+    rank: int, world_size: int, port: int, environment: dict[str, str], folder: Path, words: list[str]
+) -> str:
+    """What a script prints that no launcher has started: as for a reader, no variable names its rank."""
+    os.environ.clear()
+    os.environ.update(environment)
+    return _script(rank, world_size, port, folder, words)
 
 
 def page_named(name: str) -> Page:

@@ -90,7 +90,7 @@ def _messages() -> str:
     return "\n".join(found)
 
 
-_SEEN = ("CUDA out of memory", "OutOfCapacity", "torch.cuda.is_available()", "ImportError: transformers")
+_SEEN = ("CUDA out of memory", "OutOfCapacity", "torch.cuda.is_available()", "No module named")
 
 
 def test_every_message_of_the_pages_is_one_of_the_code() -> None:
