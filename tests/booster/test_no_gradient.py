@@ -64,7 +64,7 @@ def _train(part: slice, plugin: Plugin | None, hook: Callable[[Tensor], None] | 
         net.side.bias.register_post_accumulate_grad_hook(hook)
     booster = Booster(device="cpu", plugin=plugin)
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.5))
-    device = torch.device(getattr(plugin, "device", "cpu"))  # Gemini and ZeRO choose it
+    device = booster.accelerator.device
     norms = []
     for step, learns in enumerate(PASSES):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
