@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossalai.kernel import exact
 from colossalai.kernel.exact_mode import exact_operations, is_exact
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

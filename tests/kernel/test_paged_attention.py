@@ -20,6 +20,13 @@ def test_attention_follows_its_definition(case: Case) -> None:
     compare(case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_gpu_follows_the_definition(case: Case, dtype: torch.dtype) -> None:
+    compare(dataclasses.replace(case, device="cuda", dtype=dtype))
+
+
 def test_sequences_without_keys_give_zeros() -> None:
     case = Case([1, 1], [9, 0], 2, 2, 8)
     found = case.run(None)
