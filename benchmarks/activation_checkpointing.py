@@ -10,8 +10,8 @@ and all that is needed, then with all blocks recomputed and with Chen's segments
 these took.  ``--compiled`` compares with torch's ``activation_memory_budget``, all compiled; ``--xl`` trains
 GPT-2 XL of transformers and that of our zoo.  Every row is printed when it is known, what is under way says
 after each half minute how long it has taken and how many bytes it needed so far, and a case that fails does
-not end the others.  ``--small`` runs toys on a CPU.  With one file in the environment variable ``TURNS``, several runs
-take turns on the GPU.
+not end the others.  ``--small`` runs toys on a CPU.  With one file in the environment variable ``TURNS``,
+several runs take turns on the GPU.
 """
 
 from __future__ import annotations
