@@ -3,23 +3,21 @@ rivals at the same peak.
 
     python -m benchmarks.activation_checkpointing --batches 1 --budgets 4
     python -m benchmarks.activation_checkpointing --compiled --models gpt2 llama --layers 4
-    python -m benchmarks.activation_checkpointing --xl
+    python -m benchmarks.activation_checkpointing --xl [--eager]
 
 The first form measures steps (a forward and a backward pass) under budgets between the least that is possible
 and all that is needed, then with all blocks recomputed and with Chen's segments, and ours with the bytes that
 these took.  ``--compiled`` compares with torch's ``activation_memory_budget``, all compiled; ``--xl`` trains
 GPT-2 XL of transformers and that of our zoo.  Every row is printed when it is known, what is under way says
 after each half minute how long it has taken and how many bytes it needed so far, and a case that fails does
-not end the others.  ``--small`` runs toys on a CPU.  With one file in the environment variable ``TURNS``, several runs
-take turns on the GPU.
+not end the others.  ``--seconds`` ends a run in time, with the verdicts so far.  ``--small`` runs toys on a
+CPU.  With one file in the environment variable ``TURNS``, several runs take turns on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
-import os
 import sys
 import threading
 import time
@@ -40,6 +38,7 @@ if __name__ == "__main__":
 
 from benchmarks import checkpointed_xl
 from benchmarks.checkpointed_models import CASES, SMALL, Case
+from benchmarks.visit import end_after, turn
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner, CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.auto_parallel.checkpoint.measure import with_gaps
@@ -125,19 +124,6 @@ class Bench:
             return self.measure()
 
 
-@contextmanager
-def turn() -> Iterator[None]:
-    """The GPU alone, among runs of this benchmark that have one file in ``TURNS``: so some may compile while
-    one is timed.
-    """
-    if not (path := os.environ.get("TURNS")):
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def row(
     label: str, side: str, measured: Measured, plan: CheckpointPlan | None = None, verdict: str = ""
 ) -> None:
@@ -210,10 +196,10 @@ def run(name: str, case: Case, samples: int, args: argparse.Namespace) -> None:
     bench = made(name, case, samples, args)
     planner = bench.planner
     least, most = planner.least[2], planner.whole
-    for number in range(args.budgets):
-        budget = least + (most - least) * number // max(1, args.budgets - 1)
+    for share in args.shares or [number / max(1, args.budgets - 1) for number in range(args.budgets)]:
         with guarded(bench.label, "ours"):
-            plan = planner.plan(budget)
+            with turn():
+                plan = planner.plan(least + int((most - least) * share))
             measured = bench.planned(plan)
             row(bench.label, "auto_checkpoint", measured, plan, against_prediction(measured, plan))
     with guarded(bench.label, "all full"):
@@ -232,7 +218,8 @@ def _against(
     with block_modes(bench.model, modes, regions):
         theirs = bench.measure()
     row(bench.label, side, theirs)
-    plan = bench.planner.plan(bench.budget_of(theirs))
+    with turn():
+        plan = bench.planner.plan(bench.budget_of(theirs))
     ours = bench.planned(plan)
     row(bench.label, "  ours at its peak", ours, plan, against_rival(ours, theirs))
 
@@ -319,6 +306,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=None, help="this size only")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument(
+        "--shares", type=float, nargs="+", help="these budgets: 0 is the least possible, 1 all that is needed"
+    )
+    parser.add_argument("--seconds", type=float, default=None, help="end after so many seconds")
+    parser.add_argument(
         "--repeat",
         type=int,
         default=4,
@@ -328,14 +319,16 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16", "autocast", "fp32"), default="bf16")
     parser.add_argument("--compiled", action="store_true", help="beside torch's activation_memory_budget")
     parser.add_argument("--xl", action="store_true", help="GPT-2 XL of transformers beside that of our zoo")
+    parser.add_argument("--eager", action="store_true", help="with --xl: not compiled")
     parser.add_argument(
         "--chunked", action="store_true", help="language models: chunk_causal_loss and skip_causal_mask first"
     )
     parser.add_argument("--small", action="store_true", help="toys, for a CPU")
     args = parser.parse_args()
     if args.xl:
-        checkpointed_xl.main()
+        checkpointed_xl.compare(args.seconds, eager=args.eager, layers=args.layers)
         return
+    end_after(args.seconds, _tell_verdicts)
     if args.small:
         args.precision = "fp32"
     print(
@@ -346,7 +339,12 @@ def main() -> None:
     for name, case, samples in _cases(args, parser):
         with guarded(name, "case"):
             (run_compiled if args.compiled else run)(name, case, samples, args)
-    print("verdicts: " + ", ".join(f"{count} x {verdict}" for verdict, count in VERDICTS.items()), flush=True)
+    _tell_verdicts()
+
+
+def _tell_verdicts() -> None:
+    counts = [f"{count} x {verdict}" for verdict, count in VERDICTS.items()]
+    print("verdicts: " + (", ".join(counts) or "none"), flush=True)
 
 
 if __name__ == "__main__":

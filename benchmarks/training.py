@@ -52,14 +52,20 @@ def build(sizes: dict[str, int], **changes: Any) -> GPT:
         return GPT(**sizes, dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0, **changes)
 
 
-def hugging_face(name: str) -> nn.Module:
-    """GPT-2 XL or a LLaMA of 1.2 B parameters, as transformers builds them."""
+def hugging_face(name: str, layers: int | None = None) -> nn.Module:
+    """GPT-2 XL, with so many or all layers, or a LLaMA of 1.2 B parameters, as transformers builds them."""
     import transformers as hf
 
     torch.manual_seed(0)
     with torch.device("cuda"):
         if name == "gpt2-xl":
-            sizes = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50304, "n_positions": LENGTH}
+            sizes = {
+                "n_embd": 1600,
+                "n_layer": layers or 48,
+                "n_head": 25,
+                "vocab_size": 50304,
+                "n_positions": LENGTH,
+            }
             return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
         return hf.LlamaForCausalLM(
             hf.LlamaConfig(
@@ -109,10 +115,12 @@ def boosted(
     model: nn.Module,
     precision: MixedPrecision,
     loss: Callable[[nn.Module], Callable[[Tensor], Tensor]] = zoo_loss,
+    *,
+    compiled: bool = True,
 ) -> Step:
     booster = Booster(mixed_precision=precision)
     model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), **ADAM))
-    loss_of = torch.compile(loss(model))
+    loss_of = torch.compile(loss(model)) if compiled else loss(model)
 
     def step(ids: Tensor) -> Tensor:
         value = loss_of(ids)
@@ -133,8 +141,11 @@ def unedited(name: str) -> Step:
     return boosted(model, BF16MixedPrecision(half_weights=True), own_loss)
 
 
-def zoo(sizes: dict[str, int], precision: type[MixedPrecision] = BF16MixedPrecision) -> Step:
-    return boosted(build(sizes, checkpoint="selective"), precision(half_weights=True))  # type: ignore[call-arg]
+def zoo(
+    sizes: dict[str, int], precision: type[MixedPrecision] = BF16MixedPrecision, *, compiled: bool = True
+) -> Step:
+    half = precision(half_weights=True)  # type: ignore[call-arg]
+    return boosted(build(sizes, checkpoint="selective"), half, compiled=compiled)
 
 
 SIDES: dict[str, Callable[[], Step]] = {

@@ -87,10 +87,12 @@ class RecomputedBlock(ForwardWrapper):
             return region.calls(place).run(partial(self._inside, depth + 1, forward), args, kwargs)
         if self.recompute == "keep":
             return forward(*args, **kwargs)
-        if self.recompute == "full" and not torch.compiler.is_compiling():
-            # it takes a fraction of the time of torch's on the host; a second run takes the same way
-            if computed_once(lambda: leaves_inputs_alone(forward)):
-                return RecomputedCalls().run(forward, args, kwargs)
+        if (
+            self.recompute == "full"
+            and not torch.compiler.is_compiling()
+            and computed_once(lambda: leaves_inputs_alone(forward))  # a second run takes the same way
+        ):
+            return RecomputedCalls().run(forward, args, kwargs)  # a fraction of torch's time on the host
         return checkpoint(
             partial(forward, **kwargs),
             self.recompute == "offload",
