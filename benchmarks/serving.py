@@ -233,9 +233,7 @@ def measure(args: argparse.Namespace) -> list[str]:
             time.sleep(0.2)
         figures.add("Generator", generation.rate_of_ours, model)
         for count in args.requests if url else []:
-            found = figures.attempt(
-                f"{count} requests, HTTP", lambda count=count: load(url, count, args)
-            )
+            found = figures.attempt(f"{count} requests, HTTP", lambda count=count: load(url, count, args))
             figures.http |= {count: found} if found else {}
         figures.show()
     for name in args.then:
