@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import griffe
@@ -11,6 +12,8 @@ class LeaveOutPlainAttributes(griffe.Extension):
     """Members without the attributes that methods merely assign, which have no words of their own."""
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        if _has_fields(cls):
+            return
         for name, member in list(cls.members.items()):
             if (
                 not member.is_alias
@@ -20,3 +23,9 @@ class LeaveOutPlainAttributes(griffe.Extension):
                 and "property" not in member.labels
             ):
                 cls.del_member(name)
+
+
+def _has_fields(cls: griffe.Class) -> bool:
+    """Whether the attributes are the arguments: a dataclass or a ``NamedTuple``."""
+    words = [str(decorator.value) for decorator in cls.decorators] + [str(base) for base in cls.bases]
+    return any(re.match(r"(dataclasses\.)?dataclass\b|(typing\.)?NamedTuple$", word) for word in words)

@@ -50,12 +50,17 @@ class Plan:
     @property
     def all(self): ...
     def apply(self, model): ...
+@dataclass(frozen=True)
+class Request:
+    uid: int
+    data: Any
 """
     extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_members.py"))
     with griffe.temporary_visited_package(
         "plans", {"__init__.py": code}, extensions=extensions, inits=False
     ) as module:
         assert sorted(module["Plan"].members) == ["__init__", "all", "apply", "size", "told"]
+        assert {"uid", "data"} <= set(module["Request"].members)  # the arguments
 
 
 def test_every_argument_of_gemini_is_in_the_tables() -> None:
