@@ -1,4 +1,4 @@
-"""What griffe, which reads the sources for the reference, leaves out."""
+"""What griffe, which reads the sources for the reference, leaves out and takes in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import griffe
 
 
 class LeaveOutPlainAttributes(griffe.Extension):
-    """Members without the attributes that methods merely assign, which have no words of their own."""
+    """Members without the attributes that methods merely assign, which have no words of their own.
+
+    A class that has ``__new__`` alone has its arguments.
+    """
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        if isinstance(new := cls.members.get("__new__"), griffe.Function) and "__init__" not in cls.members:
+            where = {"lineno": new.lineno, "endlineno": new.endlineno}
+            cls.set_member("__init__", griffe.Function("__init__", parameters=new.parameters, **where))
         if _has_fields(cls):
             return
         for name, member in list(cls.members.items()):

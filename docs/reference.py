@@ -151,8 +151,8 @@ def described(name: str) -> str:
         except (TypeError, ValueError):
             lines.append(f"A `{type(found).__name__}`.")
     else:
-        shown = repr(found)
-        lines.append(f"```python\n{shown if len(shown) < 300 else shown[:300] + ' ...'}\n```")
+        if not (shown := repr(found)).startswith("<"):  # with an address in memory
+            lines.append(f"```python\n{shown if len(shown) < 300 else shown[:300] + ' ...'}\n```")
         if kind := _entry_of(type(found)):
             lines.append(f"A [`{kind.rpartition('.')[2]}`][{kind}].")
     is_plain = isinstance(found, (bool, int, float, str, list, tuple, dict, set, frozenset, type(None)))

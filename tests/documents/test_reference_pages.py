@@ -30,6 +30,8 @@ def test_an_entry_shows_the_arguments() -> None:
     assert "placement_policy: 'str' = 'cpu'" in reference.described("colossalai.booster.plugin.GeminiPlugin")
     assert reference.entry("colossalai.booster.Booster") == "::: colossalai.booster.Booster"
     assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
+    context = reference.described("colossalai.core.global_context")
+    assert "[`ParallelContext`][colossalai.context.ParallelContext]" in context and " at 0x" not in context
 
 
 def test_the_overview_leads_to_every_entry() -> None:
@@ -54,6 +56,8 @@ class Plan:
 class Request:
     uid: int
     data: Any
+class Piece:
+    def __new__(cls, data): ...
 """
     extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_members.py"))
     with griffe.temporary_visited_package(
@@ -61,6 +65,7 @@ class Request:
     ) as module:
         assert sorted(module["Plan"].members) == ["__init__", "all", "apply", "size", "told"]
         assert {"uid", "data"} <= set(module["Request"].members)  # the arguments
+        assert "data" in module["Piece"].parameters
 
 
 def test_every_argument_of_gemini_is_in_the_tables() -> None:
