@@ -162,8 +162,10 @@ def described(name: str) -> str:
 
 
 def _entry_of(kind: type) -> str | None:
+    """The name under which a class has its entry."""
     known = (full for entries in names().values() for full in entries)
-    return next((full for full in known if full.endswith(f".{kind.__name__}") and resolve(full) is kind), None)
+    called = (full for full in known if full.endswith(f".{kind.__name__}"))
+    return next((full for full in called if resolve(full) is kind), None)
 
 
 @functools.cache

@@ -31,7 +31,8 @@ def test_an_entry_shows_the_arguments() -> None:
     assert reference.entry("colossalai.booster.Booster") == "::: colossalai.booster.Booster"
     assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
     context = reference.described("colossalai.core.global_context")
-    assert "[`ParallelContext`][colossalai.context.ParallelContext]" in context and " at 0x" not in context
+    assert "[`ParallelContext`][colossalai.context.ParallelContext]" in context
+    assert " at 0x" not in context
 
 
 def test_the_overview_leads_to_every_entry() -> None:
