@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from colossalai.fx.functions import OwnBackward, has_gradient_hooks, own_gradients
+from colossalai.fx.functions import AsksForGradients, OwnBackward, has_gradient_hooks, own_gradients
 from colossalai.fx.leaves import MODULE, ROOT, LeafModule, ModuleCalls, as_modules, failing_line, same_code
 from colossalai.fx.regions import flatten_regions, note_module
 
@@ -152,6 +152,8 @@ def _first_that_works(
             return captured
         except _Failed as failed:
             cause, path = failed.error, failed.path
+            if isinstance(cause, AsksForGradients) and "" not in leaves:
+                path = ""  # a smaller leaf would take tensors of the graph, whose gradients are parts
             words, line = in_words(cause), failing_line(cause)
             if path is None or path in leaves:
                 raise _input_error(model, path, words, line) from cause
