@@ -54,7 +54,7 @@ VERDICTS: Counter[str] = Counter()
 
 
 class Measured(NamedTuple):
-    """The bytes at the worst moment of a step, and its seconds."""
+    """The bytes at the worst moment of a step, 0 where they are not seen, and its seconds."""
 
     peak: int
     seconds: float
@@ -110,8 +110,11 @@ class Bench:
             torch.cuda.synchronize()
 
     def budget_of(self, rival: Measured) -> int:
-        """The budget of a plan whose step may take as much as the rival's did: a plan leaves room besides."""
-        return with_gaps(rival.peak) if self.device.type == "cuda" else rival.peak
+        """The budget of a plan whose step may take as much as the rival's did: a plan leaves room besides.
+        Where it needs more than that, its own least, so that the row shows by how much.
+        """
+        wanted = with_gaps(rival.peak) if self.device.type == "cuda" else rival.peak
+        return max(wanted, self.planner.least[2])
 
     @property
     def held(self) -> list[Tensor]:
@@ -132,7 +135,8 @@ def row(
     cells = [f"{label:16} {side:24} {budget} {measured.peak / GIB:8.3f} {measured.seconds * 1e3:8.2f}"]
     if plan is not None:
         cells.append(f"{plan.peak / GIB:8.3f} {plan.seconds * 1e3:8.2f}")
-        cells.append(f"{plan.peak / measured.peak - 1:+7.1%} {plan.seconds / measured.seconds - 1:+7.1%}")
+        peak_off = f"{plan.peak / measured.peak - 1:+7.1%}" if measured.peak else " " * 7
+        cells.append(f"{peak_off} {plan.seconds / measured.seconds - 1:+7.1%}")
         counts = Counter(plan.modes.values())
         kinds = [*(f"{mode[0]}{count}" for mode, count in counts.items()), f"r{len(plan.regions)}"]
         cells.append(" ".join(kinds).ljust(16))
@@ -240,7 +244,7 @@ def run_compiled(name: str, case: Case, samples: int, args: argparse.Namespace) 
                 config.activation_memory_budget = before
             row(bench.label, f"activation budget {share}", theirs)
             with turn():
-                plan = bench.planner.plan(max(bench.budget_of(theirs), bench.planner.least[2]))
+                plan = bench.planner.plan(bench.budget_of(theirs))
             with block_modes(bench.model, plan.modes):
                 ours = _compiled(bench)
             row(bench.label, "  ours at its peak", ours, plan, against_rival(ours, theirs))

@@ -105,7 +105,7 @@ def greedy(tokens: int) -> Sampling:
 def rate_of_ours(model: Any, count: int, *, exact: bool = False) -> float:
     """Tokens per second, the better of two runs; what is compiled and recorded is so before."""
     words = model.config.vocab_size
-    with generator(model, count, exact=exact) as ours:
+    with generator(model, count, max_length=PROMPT + WRITTEN, exact=exact) as ours:
         ours.generate(prompts(count, words=words), greedy(4))
         asked = prompts(count, words=words)
         found: list[Completion] = []

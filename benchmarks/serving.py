@@ -30,13 +30,14 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import generation
+from benchmarks.visit import turn
 from colossalai.cli.benchmark.load import Load, Mix, percentile, run_load
 
 TINY = {"layers": 2, "width": 64, "words": 300}
@@ -187,12 +188,13 @@ class Figures:
         self.http: dict[int, dict[str, float]] = {}
         self.failed: list[str] = []
 
-    def attempt(self, name: str, work: Callable[[], Any]) -> Any:
+    def attempt(self, name: str, work: Callable[[], Any], *, in_turn: bool = True) -> Any:
         """The others say something without it."""
         if not in_time(self.args, name):
             return None
         try:
-            return work()
+            with turn() if in_turn else nullcontext():
+                return work()
         except Exception:
             self.failed.append(name)
             traceback.print_exc()
@@ -227,7 +229,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     figures = Figures(args)
     with server(args) as ready:
         model = model_of(args)
-        url = figures.attempt("the server", ready)
+        url = figures.attempt("the server", ready, in_turn=False)
         generation.say(f"the server is at {url}")
         while args.after and Path(f"/proc/{args.after}").exists():
             time.sleep(0.2)

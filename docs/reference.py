@@ -151,12 +151,21 @@ def described(name: str) -> str:
         except (TypeError, ValueError):
             lines.append(f"A `{type(found).__name__}`.")
     else:
-        shown = repr(found)
-        lines.append(f"```python\n{shown if len(shown) < 300 else shown[:300] + ' ...'}\n```")
+        if not (shown := repr(found)).startswith("<"):  # with an address in memory
+            lines.append(f"```python\n{shown if len(shown) < 300 else shown[:300] + ' ...'}\n```")
+        if kind := _entry_of(type(found)):
+            lines.append(f"A [`{kind.rpartition('.')[2]}`][{kind}].")
     is_plain = isinstance(found, (bool, int, float, str, list, tuple, dict, set, frozenset, type(None)))
     if not is_plain and (text := inspect.getdoc(found)):
         lines.append(text)
     return "\n\n".join(lines)
+
+
+def _entry_of(kind: type) -> str | None:
+    """The name under which a class has its entry."""
+    known = (full for entries in names().values() for full in entries)
+    called = (full for full in known if full.endswith(f".{kind.__name__}"))
+    return next((full for full in called if resolve(full) is kind), None)
 
 
 @functools.cache

@@ -68,7 +68,8 @@ class Booster:
     Args:
         device: ``'cuda'``, ``'cpu'`` or a ``torch.device``; by default CUDA where it is present, else the
             CPU.
-        mixed_precision: a name such as ``'fp16'``, or a ``MixedPrecision``.
+        mixed_precision: a name such as ``'bf16'``, or a ``MixedPrecision``; ``'fp32'`` computes in the
+            precision of the model, which is the default except under ZeRO and Gemini.
         plugin: the plan; without one, training is serial, on one device.  A plugin, the name of a plan
             (``'ddp'``, ``'fsdp'``, ``'zero1'``, ``'zero2'``, ``'gemini'`` ...), a dict such as ``{'plugin':
             'zero2', 'max_norm': 1.0}``, or a ``.yaml``, ``.json`` or ``.py`` file with such a dict, which may
@@ -125,6 +126,8 @@ class Booster:
             return None
         if plugin is not None and plugin.control_precision():
             plugin.take_precision(precision)
+            return None
+        if precision == "fp32":
             return None
         chosen = precision if isinstance(precision, MixedPrecision) else mixed_precision_factory(precision)
         name = precision_name(chosen)  # a precision of the user's own has no name, and is the user's affair

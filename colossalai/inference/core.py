@@ -272,7 +272,8 @@ class Core:
             if ofprompt is not None:
                 self._of_prompts.setdefault(request.serial, []).extend(ofprompt)
             if new or request.finish is not None:
-                outcomes.append(Outcome(request, new, own, self._of_prompts.pop(request.serial, None)))
+                ofprompt = self._of_prompts.pop(request.serial, None)
+                outcomes.append(Outcome(request, new, own if new else None, ofprompt))
             if request.finish is not None:
                 self._requests.pop(request.serial, None)
         return outcomes

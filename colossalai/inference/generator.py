@@ -17,7 +17,7 @@ from colossalai.inference.core import Core, Outcome
 from colossalai.inference.gathered import GatheredModel
 from colossalai.inference.messages import Kind, News, exchange
 from colossalai.inference.prompts import Prompt, Prompts, as_tokens, digest, last_tokens, pairs
-from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling
+from colossalai.inference.requests import Completion, Event, GeneratorStats, Sampling, with_hints
 from colossalai.inference.scheduler import Request
 from colossalai.inference.stages import Team
 from colossalai.inference.text import TextStream, encode
@@ -118,6 +118,7 @@ class Generator:
 
     # ---- requests, on the first rank ----
 
+    @with_hints
     def submit(
         self,
         prompt: Prompt,
@@ -304,6 +305,7 @@ class Generator:
 
     # ---- whole calls, on all ranks ----
 
+    @with_hints
     def generate(
         self,
         prompts: Prompts,
@@ -334,6 +336,7 @@ class Generator:
                     left -= {event.uid} if event.finish_reason is not None else set()
         return list(done.values())
 
+    @with_hints
     def stream(
         self,
         prompt: Prompt,
@@ -360,6 +363,7 @@ class Generator:
                     left -= {uid} if event.finish_reason is not None else set()
                     yield event
 
+    @with_hints
     def score(self, sequences: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each sequence after its first, by the model."""
         sampling = Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=0)

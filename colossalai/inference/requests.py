@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-MAX_SEED = 2**63
+MAX = 2**63
 ELSEWHERE = {
     "max_new_tokens": "give max_tokens",
     "max_length": "give max_tokens, which leaves out the prompt, or Generator(max_length=...)",
@@ -78,7 +83,6 @@ class Sampling:
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1: all tokens)")
         self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
         self._check("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000 (1: none)")
-        self._check("seed", self.seed is None or self.seed < MAX_SEED, "below 2**63")
         for text in self.stop:
             self._check("stop", isinstance(text, str) and text != "", "made of strings that are not empty")
         for token in self.stop_tokens:
@@ -89,6 +93,7 @@ class Sampling:
         if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
             return
         self._check(name, _is_whole(value) and value >= 0, "a whole number of 0 or more")
+        self._check(name, value < MAX, "below 2**63")  # ranks tell each other in int64
 
     def _check(self, name: str, holds: bool, what: str) -> None:
         if not holds:
@@ -105,7 +110,9 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < math.inf if isinstance(value, float) else abs(value) < MAX
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,36 @@ class Event:
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Those of the prompt after its first token, with the first event, if they were asked for."""
+
+
+OF_CALLS = {
+    **dict.fromkeys(("input_ids", "inputs", "prompt_token_ids"), "give the prompts as the first argument"),
+    "attention_mask": "give all that the tokenizer returned as the first argument, without **",
+    "token_type_ids": "leave it out",
+    "pad_token_id": "leave it out: nothing is padded",
+    **dict.fromkeys(("generation_config", "sampling_params"), "give sampling=Sampling(...)"),
+    "streamer": "call stream",
+}
+"""What other libraries give to a call that writes, and what to do here instead."""
+
+
+def with_hints(call: Callable[P, R]) -> Callable[P, R]:
+    """``call``, which says what the keywords of other libraries are called here."""
+    known = set(inspect.signature(call).parameters)
+    words, tail = dict(OF_CALLS), ""
+    if "sampling" in known:
+        words |= ELSEWHERE | {f.name: f"give {f.name}" for f in fields(Sampling)}
+        tail = ". How tokens are chosen, and how many, is told by sampling=Sampling(...)"
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = [name for name in kwargs if name not in known and name in words]
+        if unknown:
+            told = "; ".join(f"for {name} {words[name]}" for name in unknown)
+            raise TypeError(f"{call.__name__} has no {', '.join(unknown)}: {told}{tail}")
+        return call(*args, **kwargs)
+
+    return checked
 
 
 @dataclass

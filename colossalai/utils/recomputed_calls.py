@@ -143,8 +143,9 @@ class _Call(NamedTuple):
             leaves.append(leaf)
         args, kwargs = tree_unflatten(leaves, self.spec)
         with ExitStack() as stack:
-            for options in self.autocasts:
-                stack.enter_context(torch.autocast(**options))
+            for options, now in zip(self.autocasts, _autocasts(), strict=True):
+                if options != now:  # in a played step a block for the GPU would set the state of the CPU
+                    stack.enter_context(torch.autocast(**options))
             return self.function(*args, **kwargs)
 
 

@@ -101,6 +101,14 @@ def test_autocast_and_optimizer_are_counted() -> None:
     assert plan.peak <= plan.budget
 
 
+def test_a_played_step_with_autocast_is_the_same_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CheckpointPlanner(gpt2(), BATCH, device="cpu", autocast=torch.bfloat16)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    beside = CheckpointPlanner(gpt2(), BATCH, device="cpu", autocast=torch.bfloat16)
+    assert beside.least[2] == alone.least[2]
+    assert beside.whole == alone.whole
+
+
 def test_stored_micro_batches() -> None:
     model = gpt2()
     one = CheckpointPlanner(model, BATCH, device="cpu")

@@ -138,6 +138,13 @@ def test_unknown_precisions_are_refused_with_the_known_ones() -> None:
         Booster(device="cpu", mixed_precision="fp16", plugin=Foreign())
 
 
+def test_fp32_is_the_precision_of_the_model() -> None:
+    for plugin in (None, Foreign()):
+        booster = Booster(device="cpu", mixed_precision="fp32", plugin=plugin)
+        model, *_ = booster.boost(torch.nn.Linear(2, 2))
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("plugin", "text"),
     [(3, "got 3"), (TorchDDPPlugin, r"TorchDDPPlugin'> \(the class: call it\)")],

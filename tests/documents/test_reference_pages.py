@@ -30,6 +30,9 @@ def test_an_entry_shows_the_arguments() -> None:
     assert "placement_policy: 'str' = 'cpu'" in reference.described("colossalai.booster.plugin.GeminiPlugin")
     assert reference.entry("colossalai.booster.Booster") == "::: colossalai.booster.Booster"
     assert "placement_policy" not in reference.described("colossalai.constants.ALLOWED_MODES")
+    context = reference.described("colossalai.core.global_context")
+    assert "[`ParallelContext`][colossalai.context.ParallelContext]" in context
+    assert " at 0x" not in context
 
 
 def test_the_overview_leads_to_every_entry() -> None:
@@ -50,12 +53,20 @@ class Plan:
     @property
     def all(self): ...
     def apply(self, model): ...
+@dataclass(frozen=True)
+class Request:
+    uid: int
+    data: Any
+class Piece:
+    def __new__(cls, data): ...
 """
     extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_members.py"))
     with griffe.temporary_visited_package(
         "plans", {"__init__.py": code}, extensions=extensions, inits=False
     ) as module:
         assert sorted(module["Plan"].members) == ["__init__", "all", "apply", "size", "told"]
+        assert {"uid", "data"} <= set(module["Request"].members)  # the arguments
+        assert "data" in module["Piece"].parameters
 
 
 def test_every_argument_of_gemini_is_in_the_tables() -> None:

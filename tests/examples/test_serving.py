@@ -64,6 +64,9 @@ def test_the_programs_refuse_in_one_line(tmp_path: Path, program: str) -> None:
     assert done.stderr.splitlines()[-1].startswith(f"{program}: ")
     assert "Traceback" not in done.stderr
     assert done.stdout.splitlines()[1:4] == ["==> Args:", "model = opt-125m", "tp = 1"]
+    missing = [sys.executable, program, "opt-125m", "--checkpoint", str(tmp_path / "none")]
+    told = subprocess.run(missing, cwd=FOLDER, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert told.stderr.splitlines()[-1] == f"{program}: there is no checkpoint {tmp_path / 'none'}"
     assert {"master_port = 19990", "rpc_port = 19980", "max_batch_size = 8", "cache_list_size = 1"} <= set(
         done.stdout.splitlines()
     )

@@ -263,6 +263,16 @@ def test_scores_that_are_no_numbers_end_one_request_alone() -> None:
         generator.score([[5, 6], [5, 77, 6]])
 
 
+def test_an_error_between_tokens_leaves_a_log_probability_for_each_token() -> None:
+    model = build("llama")
+    first, second, *_ = greedy(model, [5, 6], 2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[second] = float("nan")
+    (found,) = Generator(model).generate([[5, 6]], Sampling(max_tokens=9, temperature=0, logprobs=0))
+    assert (found.finish_reason, found.tokens) == ("error", [first, second])
+    assert [one.token for one in found.logprobs or ()] == [first, second]
+
+
 def test_a_closed_generator_says_so(model: Any) -> None:
     generator = Generator(model)
     generator.close()

@@ -47,6 +47,8 @@ from tests.inference.models import Letters, build, greedy
         ({"repetition_penalty": 1e-39}, "repetition_penalty must be 0.001 to 1000"),
         ({"seed": -1}, "seed must be a whole number of 0 or more"),
         ({"seed": 2**63}, "seed must be below 2**63"),
+        ({"max_tokens": 10**30}, "max_tokens must be below 2**63"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
         ({"stop": "end"}, "write ('end',)"),
         ({"stop": ("",)}, "stop must be made of strings that are not empty"),
         ({"stop_tokens": (-1,)}, "stop_tokens must be made of numbers of tokens"),
@@ -68,6 +70,37 @@ def test_sampling_with_the_names_of_other_libraries() -> None:
         Sampling(max_tokns=5)  # type: ignore[call-arg]
     sampling = Sampling(max_tokens=5, stop=["a"])
     assert pickle.loads(pickle.dumps(sampling)) == sampling == dataclasses.replace(sampling, max_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        (
+            "generate",
+            {"max_new_tokens": 5, "do_sample": False},
+            "has no max_new_tokens, do_sample: for max_new",
+        ),
+        (
+            "generate",
+            {"temperature": 0},
+            r"for temperature give temperature\. How .* sampling=Sampling\(\.\.\.\)",
+        ),
+        (
+            "generate",
+            {"input_ids": [[5]], "attention_mask": [[1]]},
+            "give the prompts as the first argument; for",
+        ),
+        ("stream", {"streamer": print}, "for streamer call stream"),
+        ("submit", {"sampling_params": 1}, r"give sampling=Sampling"),
+        ("score", {"input_ids": [[5]]}, "score has no input_ids"),
+        ("score", {"logprob": 5}, "unexpected keyword argument 'logprob'"),
+    ],
+)
+def test_calls_with_the_names_of_other_libraries(
+    generator: Generator, call: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        getattr(generator, call)(**options)
 
 
 def test_what_is_no_model_on_one_device() -> None:

@@ -459,7 +459,7 @@ def test_sigterm_lets_answers_finish_and_takes_no_more() -> None:
         assert rest[-2 if not rest[-1] else -1] == "data: [DONE]"
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{server.url}/health")
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0  # a busy machine takes a while to end the ranks
 
 
 def test_a_dead_rank_is_a_503_and_then_health_returns() -> None:

@@ -52,6 +52,8 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
     from energonai.service import open_tokenizer
 
     checkpoint = Path(args.checkpoint) if args.checkpoint is not None else None
+    if checkpoint is not None and not checkpoint.exists():
+        raise ValueError(f"there is no checkpoint {checkpoint}")
     beside = checkpoint is not None and checkpoint.is_dir() and any(checkpoint.glob("tokenizer*"))
     return open_tokenizer(args.tokenizer or (checkpoint if beside else TOKENIZER))
 
