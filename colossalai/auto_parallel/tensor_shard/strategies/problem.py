@@ -85,15 +85,30 @@ class PlanProblem:
     vertices: list[Vertex]
     flows: list[OperandFlow]
     solver_graph: StrategyGraph = field(default_factory=StrategyGraph)
+    _tables: dict[object, Floats] = field(default_factory=dict)
 
     def table(self, flow: OperandFlow) -> Floats:
         """Seconds of a flow, from every strategy of its source (rows) to every strategy of its target."""
-        sources = tuple(p.outputs[flow.index] for p in self.vertices[flow.source].placements)
-        targets = tuple(p.inputs[flow.operand] for p in self.vertices[flow.target].placements)
-        parameter = self.vertices[flow.source].kind == "parameter"
-        table = self.model.moves.table(
-            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns, parameter, flow.twice
+        source, target = self.vertices[flow.source], self.vertices[flow.target]
+        # vertices that are alike have the same list of placements
+        ends = id(source.placements), flow.index, id(target.placements), flow.operand
+        kind = (
+            flow.info.shape,
+            flow.info.dtype,
+            flow.learns,
+            source.kind == "parameter",
+            flow.twice,
+            flow.fixed,
         )
+        if (ends, kind) not in self._tables:
+            self._tables[ends, kind] = self._table(flow, source, target)
+        return self._tables[ends, kind]
+
+    def _table(self, flow: OperandFlow, source: Vertex, target: Vertex) -> Floats:
+        sources = tuple(p.outputs[flow.index] for p in source.placements)
+        targets = tuple(p.inputs[flow.operand] for p in target.placements)
+        shape, itemsize, parameter = flow.info.shape, flow.info.dtype.itemsize, source.kind == "parameter"
+        table = self.model.moves.table(shape, itemsize, sources, targets, flow.learns, parameter, flow.twice)
         if flow.fixed:
             same = np.array([[s == t for t in targets] for s in sources])
             return np.where(same, table, np.inf)
