@@ -16,8 +16,10 @@ class LeaveOutPlainAttributes(griffe.Extension):
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         if isinstance(new := cls.members.get("__new__"), griffe.Function) and "__init__" not in cls.members:
-            where = {"lineno": new.lineno, "endlineno": new.endlineno}
-            cls.set_member("__init__", griffe.Function("__init__", parameters=new.parameters, **where))
+            init = griffe.Function(
+                "__init__", parameters=new.parameters, lineno=new.lineno, endlineno=new.endlineno
+            )
+            cls.set_member("__init__", init)
         if _has_fields(cls):
             return
         for name, member in list(cls.members.items()):

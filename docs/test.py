@@ -22,7 +22,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from colossalai.testing import spawn
+from colossalai.testing import free_port, spawn
 from docs.pages import ENGLISH, ROOT, SOURCE, Page, pages
 
 _JOB = re.compile(r"(?:colossalai run|torchrun) --nproc_per_node (\d+) (.*)")
@@ -72,6 +72,7 @@ def _run(command: str, folder: Path) -> str:
         return "".join(spawn(task, 1, timeout=_LIMIT / 2))
     if tests := _TESTS.fullmatch(command):
         return _run_tests(folder, shlex.split(tests[1]))
+    command = re.sub(r"colossalai run(?= )", f"colossalai run --master_port {free_port()}", command, count=1)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

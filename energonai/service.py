@@ -7,6 +7,7 @@ from typing import Any
 
 from colossalai.serving import AsyncEngine, BatchManagerForGeneration, ListCache, launch_engine
 from colossalai.serving.engine import launch_job
+from colossalai.serving.loading import open_tokenizer
 from colossalai.serving.worker import Job
 from energonai.context.config import ServiceConfig
 
@@ -26,7 +27,7 @@ def launch_service(config: ServiceConfig, announce: Callable[[str], None] = prin
     )
     sock = bind(settings)
     try:
-        tokenizer = open_tokenizer(config.tokenizer_path)
+        tokenizer = open_tokenizer(config.tokenizer_path, known=True)
         cache = None
         if config.cache_size or config.fixed_cache_keys:
             fixed = [tuple(key) for key in config.fixed_cache_keys]
@@ -70,14 +71,3 @@ def _forward() -> Any:
     from colossalai.serving.forward import BatchForward
 
     return BatchForward
-
-
-def open_tokenizer(path: Any) -> Any:
-    """The tokenizer in a folder, or that of the hub's cache; nothing in it is executed."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        first = str(error).strip().split("\n")[0]
-        raise ValueError(f"{path} holds no tokenizer that can be opened here: {first}") from error

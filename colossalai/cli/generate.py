@@ -94,13 +94,14 @@ def _write(
 ) -> None:
     import colossalai
     from colossalai.inference import Generator, Sampling, load_model
+    from colossalai.serving.loading import open_tokenizer
 
     asked = Sampling(stop=stop, **sampling)
     if tp * pp > 1:
         parallel = {"tensor": {"size": tp, "mode": "1d"}, "pipeline": pp}
         colossalai.launch_from_torch({"parallel": parallel}, verbose=False)
     kinds = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", None: None}
-    words = _tokenizer(tokenizer or config or model)
+    words = open_tokenizer(tokenizer or config or model)
     loaded = load_model(model, config=config, dtype=kinds[dtype])
     generator = Generator(loaded, words, max_requests=1)
     for event in generator.stream(prompt, asked):
@@ -111,19 +112,3 @@ def _write(
     if generator.team.is_first:
         click.echo()
     generator.close()
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not folder.is_dir():  # it would be looked for on the internet
-        raise ValueError(
-            f"there is no folder {folder}, and so no tokenizer; give --tokenizer a folder with one"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"there is no tokenizer in {folder} ({reason}); give --tokenizer a folder with one"
-        ) from error

@@ -22,11 +22,15 @@ _POSITIVE = click.IntRange(min=1)
     }
 )
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--tp", type=_POSITIVE, default=1, help="Ranks that share every layer.")
-@click.option("--pp", type=_POSITIVE, default=1, help="Stages of a pipeline.")
+@click.option(
+    "--tp", "--tensor-parallel-size", type=_POSITIVE, default=1, help="Ranks that share every layer."
+)
+@click.option("--pp", "--pipeline-parallel-size", type=_POSITIVE, default=1, help="Stages of a pipeline.")
 @click.option("--host", default="127.0.0.1", help="Where to listen; 0.0.0.0: on all networks.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: one of the system's choice.")
-@click.option("--name", help="What clients call the model.  [default: the name of the folder]")
+@click.option(
+    "--name", "--served-model-name", help="What clients call the model.  [default: the name of the folder]"
+)
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A folder.  [default: that of the model]")
 @click.option(
     "--dtype",
@@ -35,7 +39,9 @@ _POSITIVE = click.IntRange(min=1)
     show_default=False,
 )
 @click.option(
-    "--max-length", type=_POSITIVE, help="Tokens of a prompt and its answer together.  [default: all]"
+    *("--max-length", "--max-model-len"),
+    type=_POSITIVE,
+    help="Tokens of a prompt and its answer together.  [default: all]",
 )
 @click.option("--max-requests", type=_POSITIVE, default=64, help="Requests that are computed at once.")
 @click.option(

@@ -15,8 +15,9 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_GIVE_ONE = "give the folder of one (--tokenizer, or tokenizer_path in a config file)"
 # the tokens of a prompt and its answer, as configs call them
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -59,9 +60,7 @@ def inspect_folder(
         raise FolderError(
             f"--max-length {max_length} is more than the {most} positions of the model in {path}"
         )
-    return ModelFolder(
-        path, config, _tokenizer(Path(tokenizer or path), config), max_length or int(most or 0)
-    )
+    return ModelFolder(path, config, _tokenizer(tokenizer or path, config), max_length or int(most or 0))
 
 
 def _check_weights(path: Path) -> None:
@@ -104,19 +103,27 @@ def _check_cut(config: Any, tp: int, pp: int) -> None:
         raise FolderError(f"--pp {pp} is more than the model's {layers} layers")
 
 
-def _tokenizer(path: Path, config: Any) -> Any:
+def open_tokenizer(path: str | Path, *, known: bool = False) -> Any:
+    """The tokenizer in a folder; nothing in it is executed.
+
+    With ``known`` also one of the hub that was downloaded before, by its name.
+    """
     from transformers import AutoTokenizer
 
+    folder = Path(path)
     # without any of these, transformers makes a tokenizer that knows no words
-    if not any(found for pattern in _TOKENIZERS for found in path.glob(pattern)):
-        raise FolderError(f"{path} holds no tokenizer; pass the folder of one with --tokenizer")
+    found = folder.is_dir() and any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
+    if not found and (folder.is_dir() or not known):
+        raise FolderError(f"{path} holds no tokenizer; {_GIVE_ONE}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        first = str(error).strip().split("\n")[0]
-        raise FolderError(
-            f"{path} holds no tokenizer that can be opened ({first}); pass the folder of one with --tokenizer"
-        ) from error
+        first = (str(error).strip() or type(error).__name__).split("\n")[0]
+        raise FolderError(f"{path} holds no tokenizer that can be opened ({first}); {_GIVE_ONE}") from error
+
+
+def _tokenizer(path: str | Path, config: Any) -> Any:
+    tokenizer = open_tokenizer(path)
     if len(tokenizer) > config.vocab_size:
         raise FolderError(
             f"the tokenizer in {path} knows {len(tokenizer)} tokens, the model {config.vocab_size}"
@@ -155,9 +162,7 @@ def build_generator(
     path: str, *, tokenizer: str | None = None, dtype: str | None = None, **options: Any
 ) -> Any:
     """The generator of this rank, on the folder ``path``; ``options`` are those of ``Generator``."""
-    from transformers import AutoTokenizer
-
     from colossalai.inference import Generator
 
-    found = AutoTokenizer.from_pretrained(tokenizer or path, local_files_only=True, trust_remote_code=False)
+    found = open_tokenizer(tokenizer or path)
     return Generator(load_model(path, None if dtype is None else DTYPES[dtype]), found, **options)

@@ -6,7 +6,7 @@ what is cheap runs again.  A function may write into its inputs.  And every rand
 may draw from is put back where it was, so that dropout drops the same elements in the second run: torch's own
 streams, those of Python and NumPy, one per parallel mode of ``colossalai.context.random``, those of
 ``colossalai.mesh.RandomStream``, and whatever else was given to ``register_random_state``.  Buffers of a
-module, such as running statistics, change in the first run only.
+module, such as running statistics, change in the first run only, and the second one reads what that read.
 
 [Note: functions that write into their inputs] The second run needs the inputs as they were, so they must be
 copied before the first, when it is not known whether they will be written to.  A copy costs little beside a
@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from colossalai.context import random as mode_random
 from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
+from colossalai.utils.repeated_buffers import RepeatedBuffers
 
 T = TypeVar("T")
 GetState = Callable[[], Any]
@@ -116,38 +117,28 @@ def random_states_kept() -> Iterator[None]:
 
 class SameRandomNumbers:
     """A function whose every call after the first draws the random numbers of the first, and then forgets it
-    did.  What ``computed_once`` has computed in the first call, the others are given.
+    did.  What ``computed_once`` has computed in the first call, the others are given, and the buffers of its
+    module as they were before the first.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._states: list[Any] | None = None
         self._results: list[Any] = []
+        self._buffers = RepeatedBuffers(_owner(function)[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._states is None:
             self._states = _get_states()
-            with _within(_CheckpointRun(self._results)):
+            with self._buffers.first_run(), _within(_CheckpointRun(self._results)):
                 return self._function(*args, **kwargs)
         now = _get_states()
         _set_states(self._states)
         try:
-            with _same_buffers(self._function), _within(_CheckpointRun(self._results, iter(self._results))):
+            with self._buffers.second_run(), _within(_CheckpointRun(self._results, iter(self._results))):
                 return self._function(*args, **kwargs)
         finally:
             _set_states(now)
-
-
-@contextmanager
-def _same_buffers(function: Callable[..., Any]) -> Iterator[None]:
-    """The buffers of a module are afterwards what they were: running statistics are updated once."""
-    owner, _ = _owner(function)
-    before = [] if owner is None else [(buffer, buffer.clone()) for buffer in owner.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, values in before:
-            buffer.data.copy_(values)  # autograd may have kept the buffer, and need not know
 
 
 class _CheckpointRun(NamedTuple):

@@ -154,6 +154,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         FileNotFoundError, match=r"neither a safetensors file nor a folder with model.safetensors or"
     ):
         load_pretrained(model, tmp_path / "nothing")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"pickles such as pytorch_model.bin .* colossalai ckpt convert"
+    ):
+        load_pretrained(model, tmp_path / "old")
 
 
 class Buffered(nn.Module):

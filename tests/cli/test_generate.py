@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from colossalai.cli.app import cli
+from colossalai.serving.loading import open_tokenizer
 from tests.cli.tools import free_port
 from tests.cli.tools import run as run_command
 from tests.inference.models import WORDS, build, greedy
@@ -66,8 +68,8 @@ def test_two_processes_write_the_same(folder: Path) -> None:
         (("--top-p", 2), "Sampling(top_p=2.0): top_p must be above 0"),
         (("--tp", 2), "colossalai run --nproc_per_node 2 -m colossalai generate"),
         (("--prompt", ""), "the prompt is empty"),
-        (("--tokenizer", "nowhere"), "there is no folder nowhere, and so no tokenizer"),
-        (("--config", "nowhere", "--prompt", "x"), "there is no folder nowhere, and so no tokenizer"),
+        (("--tokenizer", "nowhere"), "nowhere holds no tokenizer; give the folder of one (--tokenizer"),
+        (("--config", "nowhere", "--prompt", "x"), "nowhere holds no tokenizer; give the folder of one"),
     ],
 )
 def test_what_is_wrong_is_said(folder: Path, arguments: tuple[object, ...], words: str) -> None:
@@ -75,6 +77,14 @@ def test_what_is_wrong_is_said(folder: Path, arguments: tuple[object, ...], word
     assert result.exit_code == 1
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_folder_of_which_transformers_makes_a_tokenizer_without_words(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    result = invoke(folder, "--tokenizer", tmp_path, "--prompt", "x")
+    assert f"Error: {tmp_path} holds no tokenizer" in result.output
+    with pytest.raises(ValueError, match="holds no tokenizer; give the folder of one"):
+        open_tokenizer(tmp_path, known=True)
 
 
 def test_the_help_has_every_option() -> None:

@@ -1,4 +1,4 @@
-"""The documented names and their parameters: sections 1.1 to 1.12 of ``api.md``, for a test to read.
+"""The documented names and their parameters: sections 0.1 to 1.12 of ``api.md``, for a test to read.
 
 A line without an indent is a module.  The entries in the lines below it, which are indented, are found in it;
 those that are indented further are members of the entry before them.  ``name`` promises that there is such a
@@ -9,6 +9,27 @@ default that is not compared).  ``WI``, ``BI`` and ``PEI`` are the initializers 
 from __future__ import annotations
 
 SECTIONS: dict[str, str] = {
+    "0.1": """
+colossalai
+    Booster
+colossalai.builder
+    build_pipeline_model(layers, num_chunks=1, verbose=False)
+    build_pipeline_model_from_cfg(config, num_chunks=1, partition_method='parameter', verbose=False)
+colossalai.builder.pipeline
+    partition_uniform(num_items, pipeline_parallel_size, num_chunks)
+colossalai.gemini
+    ChunkManager GeminiManager
+colossalai.global_variables
+    moe_env
+colossalai.mixed_precision
+    FP16TorchMixedPrecision
+colossalai.nn.parallel
+    GeminiDDP
+colossalai.utils.model.colo_init_context
+    ColoInitContext
+titans.loss.vocab_cross_entropy
+    vocab_parallel_cross_entropy
+""",
     "4": """
 energonai
     launch_engine(tp_world_size, pp_world_size, master_host, master_port, rpc_port, model_fn, n_nodes=1,

@@ -60,7 +60,7 @@ def test_the_programs_refuse_in_one_line(tmp_path: Path, program: str) -> None:
     command = [sys.executable, program, "opt-125m", "--tokenizer", str(tmp_path), "--http_port", "0"]
     done = subprocess.run(command, cwd=FOLDER, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
-    assert "holds no tokenizer that can be opened" in done.stderr.splitlines()[-1]
+    assert "holds no tokenizer; give the folder of one" in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith(f"{program}: ")
     assert "Traceback" not in done.stderr
     assert done.stdout.splitlines()[1:4] == ["==> Args:", "model = opt-125m", "tp = 1"]

@@ -137,7 +137,7 @@ def test_the_command_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
         for arguments, message in (
             ([str(tmp_path / "missing"), "--port", "0"], "is not a folder"),
             ([str(folder), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
-            ([str(folder), "--port", "0", "--tp", "3"], "--tp 3 does not divide"),
+            ([str(folder), "--port", "0", "--tensor_parallel_size", "3"], "--tp 3 does not divide"),
             ([str(folder), "--port", "0", "--chat-template", str(tmp_path / "missing")], "No such file"),
             ([str(folder), "--port", "0", "--api-key", " "], "api_key must be"),
         ):

@@ -139,8 +139,11 @@ def _stored(path: Path, model: nn.Module) -> dict[str, Path]:
             f"{path} holds adapters of PEFT, and this {type(model).__name__} has none; open them by"
             " PeftModel.from_pretrained(model, path) before the model is cut"
         )
+    pickle = min((file.name for file in path.glob("*.bin")), default=None)
+    more = f"; pickles such as {pickle} become that by: colossalai ckpt convert {path} NEW_FOLDER"
     raise FileNotFoundError(
         f"{path} is neither a safetensors file nor a folder with {single.name} or {index.name}"
+        f"{more if pickle else ''}"
     )
 
 

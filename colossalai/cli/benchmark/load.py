@@ -118,7 +118,7 @@ async def run_load(url: str, load: Load, *, key: str | None = None, timeout: flo
             sample = Sample(len(body["prompt"]), body["max_tokens"], time.monotonic() - began)
             try:
                 await asyncio.wait_for(_ask(target, body, sample), timeout)
-            except TimeoutError:
+            except asyncio.TimeoutError:  # in Python 3.10 not the built-in one
                 sample.error = f"no answer within {timeout:g} s"
             except (OSError, EOFError, ValueError, KeyError) as error:
                 sample.error = f"{type(error).__name__}: {error}"

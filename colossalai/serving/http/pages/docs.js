@@ -76,6 +76,7 @@ function trial(path, verb, schema) {
 
 async function load() {
   api = await (await fetch("/openapi.json")).json();
+  document.getElementById("page").hidden = !api.paths["/v1/models"];
   document.getElementById("title").textContent = `${api.info.title} ${api.info.version}: ${api.info.description}`;
   for (const [path, verbs] of Object.entries(api.paths)) {
     for (const [verb, route] of Object.entries(verbs)) {

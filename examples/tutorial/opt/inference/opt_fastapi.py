@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.serving import ListCache, StartError
+from colossalai.serving.loading import open_tokenizer
 from energonai import BatchManagerForGeneration, launch_engine
 from energonai.model import opt_6B, opt_30B, opt_125M, opt_175B
 
@@ -49,13 +50,11 @@ def print_args(args: argparse.Namespace) -> None:
 
 
 def tokenizer_of(args: argparse.Namespace) -> Any:
-    from energonai.service import open_tokenizer
-
     checkpoint = Path(args.checkpoint) if args.checkpoint is not None else None
     if checkpoint is not None and not checkpoint.exists():
         raise ValueError(f"there is no checkpoint {checkpoint}")
     beside = checkpoint is not None and checkpoint.is_dir() and any(checkpoint.glob("tokenizer*"))
-    return open_tokenizer(args.tokenizer or (checkpoint if beside else TOKENIZER))
+    return open_tokenizer(args.tokenizer or (checkpoint if beside else TOKENIZER), known=True)
 
 
 def serve(args: argparse.Namespace) -> None:
