@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, wrap_forward
-from colossalai.utils.activation_checkpoint import checkpoint, computed_once, leaves_inputs_alone
+from colossalai.nn.policies.wrap_forward import Forward, ForwardWrapper, forward_inside, wrap_forward
+from colossalai.utils.activation_checkpoint import checkpoint, computed_once, may_keep_nothing
 from colossalai.utils.recomputed_calls import RecomputedCalls
 
 Mode = Literal["keep", "selective", "full", "offload"]
@@ -90,7 +90,7 @@ class RecomputedBlock(ForwardWrapper):
         if (
             self.recompute == "full"
             and not torch.compiler.is_compiling()
-            and computed_once(lambda: leaves_inputs_alone(forward))  # a second run takes the same way
+            and computed_once(lambda: may_keep_nothing(forward))  # a second run takes the same way
         ):
             return RecomputedCalls().run(forward, args, kwargs)  # a fraction of torch's time on the host
         return checkpoint(
@@ -100,6 +100,13 @@ class RecomputedBlock(ForwardWrapper):
             use_reentrant=False,
             keep_products=self.recompute == "selective",
         )
+
+
+def can_be_grouped(block: nn.Module) -> bool:
+    """Whether a region may compute ``block`` again: a run in mode ``full`` has shown that it leaves its
+    inputs alone, and computes no gradients.
+    """
+    return may_keep_nothing(MethodType(forward_inside(block, RecomputedBlock), block))
 
 
 class Region:

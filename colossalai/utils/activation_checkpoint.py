@@ -198,7 +198,8 @@ class _SameInputs:
     def __init__(self, function: Callable[..., Any], run: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._function, self._run = function, run
         self._given: tuple[Any, ...] | None = args
-        self._writes = True
+        self._writes = self._is_first = True
+        self._differentiates = False
         self.kept: tuple[Any, ...] = tree_map_only(torch.Tensor, _copy, args)
         self._needs_grad = [
             leaf.requires_grad for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
@@ -206,6 +207,7 @@ class _SameInputs:
 
     def __call__(self, *kept: Any) -> Any:
         if self._given is None:
+            self._differentiates |= self._is_first  # in the midst of the first call
             needs_grad = iter(self._needs_grad)
             kept = tree_map_only(torch.Tensor, lambda leaf: _needing(leaf, next(needs_grad)), kept)
             return self._run(*(tree_map_only(torch.Tensor, _writable, kept) if self._writes else kept))
@@ -213,9 +215,12 @@ class _SameInputs:
         before = [tensor._version for tensor in _writable_leaves(given)]
         result = self._run(*given)
         self._writes = before != [tensor._version for tensor in _writable_leaves(given)]
+        self._is_first = False
         owner, method = _owner(self._function)
         if owner is not None and not self._writes:
             _alone.setdefault(owner, set()).add(method)
+        if owner is not None and self._differentiates:
+            _differentiating.setdefault(owner, set()).add(method)
         return result
 
 
@@ -263,7 +268,16 @@ def leaves_inputs_alone(function: Callable[..., Any]) -> bool:
     return owner is not None and method in _alone.get(owner, ())
 
 
+def may_keep_nothing(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` leaves its inputs alone, and was not seen to compute gradients, for which it needs
+    in the first run already what it has kept.
+    """
+    owner, method = _owner(function)
+    return leaves_inputs_alone(function) and method not in _differentiating.get(owner, ())  # type: ignore[arg-type]
+
+
 _alone: WeakKeyDictionary[torch.nn.Module, set[Any]] = WeakKeyDictionary()
+_differentiating: WeakKeyDictionary[torch.nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +48,24 @@ class MetaBytes(LiveBytes):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return False if args[0].dtype is torch.bool else 0
         before = self.peak
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        kernel = partial(_reduced, func) if func in _IN_PLACE_OF_ALL else func
+        result = super().__torch_dispatch__(kernel, types, args, kwargs)
         if self.peak > before:
             self._at_peak()
         return result
+
+
+_IN_PLACE_OF_ALL = frozenset(
+    getattr(torch.ops.aten, f"{name}_loss").default for name in ("mse", "smooth_l1", "soft_margin")
+) | {torch.ops.aten.binary_cross_entropy.default}
+"""Losses of which torch computes the terms where it then writes their mean, which holds that memory."""
+
+
+def _reduced(loss: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    result = loss(input, *args, **kwargs)
+    if input.is_meta:
+        result.untyped_storage().resize_(max(input.nbytes, result.nbytes))
+    return result
 
 
 @contextmanager

@@ -70,6 +70,27 @@ class Reused(nn.Module):
         return self.other(x).square().mean()
 
 
+class Unusual(nn.Module):
+    """A block that writes into its input, or computes a gradient itself."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            return x.add_(1) + self.inner(x)  # type: ignore[no-any-return]
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.inner(leaf).square().sum(), leaf)
+        return self.inner(x + gradient) + x  # type: ignore[no-any-return]
+
+
+def unusual(writes: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Sequential(*(Unusual(writes) for _ in range(9))))
+
+
 def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.1) -> GPT2LMHeadModel:
     sizes: dict[str, int] = {"n_layer": layers, "n_embd": width, "n_head": 2, "n_positions": 64}
     drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
@@ -132,5 +153,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
         (torch.rand(64, 32),),
         None,
     ),
+    "computes gradients": lambda: (unusual(False), torch.rand(64, 32), None),
     "one layer": lambda: (nn.Linear(32, 8), torch.rand(4, 32), None),
 }

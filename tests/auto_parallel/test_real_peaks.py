@@ -17,7 +17,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, SwinConfig, SwinForI
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner
 from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
 from colossalai.utils.memory.live_bytes import LiveBytes
-from tests.auto_parallel.models import IDS, SIZES, gpt2
+from tests.auto_parallel.models import IDS, SIZES, gpt2, unusual
 
 
 class Recurrent(nn.Module):
@@ -51,6 +51,24 @@ class Attends(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
+class Losses(nn.Module):
+    """Losses of large outputs, which torch reduces in the memory of their terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layers(x)
+        near, far = torch.zeros_like(found), torch.ones_like(found)
+        return (
+            nn.functional.mse_loss(found, near)
+            * nn.functional.smooth_l1_loss(found, far)
+            * nn.functional.soft_margin_loss(found, far)
+            * nn.functional.binary_cross_entropy(found.sigmoid(), far)
+        )
+
+
 def _swin() -> nn.Module:
     sizes: dict[str, Any] = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2]}
     return SwinForImageClassification(SwinConfig(**sizes, num_heads=[2, 2], window_size=4))
@@ -70,6 +88,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "rnn": lambda: (Recurrent(nn.RNN), IDS),
     "swin": lambda: (_swin(), {"pixel_values": torch.rand(2, 3, 32, 32), "labels": torch.tensor([0, 1])}),
     "neox": lambda: (_neox(), {"input_ids": IDS, "labels": IDS}),  # queries lie in memory as they are cut
+    "losses": lambda: (Losses(), torch.rand(64, 32)),
+    "writes": lambda: (unusual(True), torch.rand(64, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),
@@ -93,7 +113,7 @@ def real_peak(step: TrainingStep, gradients: bool = False) -> int:
 
 def plans(planner: CheckpointPlanner) -> list[CheckpointPlan]:
     low, high = planner.least[2], planner.whole
-    return [planner.plan(low + (high - low) * part // 2) for part in range(3)]
+    return [planner.plan(low + (high - low) * part // 4) for part in range(5)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -35,6 +35,7 @@ from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
+from colossalai.nn.checkpoint_blocks import can_be_grouped
 from colossalai.utils.text import bytes_of, size_text
 
 _TRIES = 4
@@ -256,6 +257,10 @@ class CheckpointPlanner:
         """Solvers, with all costs."""
         shares = self._groups and not self._copies and {"keep", "full"} <= self.played.keys()
         inner = inner_costs(self.played, self.measured) if shares else None
+        if inner is not None:
+            calls = self.played["keep"].calls
+            groups = [can_be_grouped(self.blocks[name]) for name in calls]
+            inner = [cost._replace(groups=may) for cost, may in zip(inner, groups, strict=True)]
         return Search(
             self.problem, self.measured, [self._alike(mode) for mode in self.played], inner, self._judge
         )

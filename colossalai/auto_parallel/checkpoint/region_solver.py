@@ -21,7 +21,7 @@ _SLOTS = 2000
 
 
 class InnerCost(NamedTuple):
-    """A block inside of a region.
+    """A block inside of a region, where it may lie in one.
 
     ``input``: bytes of what comes from the block before.  ``kept``: what it keeps if it keeps everything, its
     input included.  ``base``: what is alive at its backward pass besides what blocks keep, such as weights
@@ -35,6 +35,7 @@ class InnerCost(NamedTuple):
     keeping: int
     passing: int
     backward: int
+    groups: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Option:
 class RegionSolver:
     """The fastest choices of modes and regions for all budgets up to ``most``.
 
-    Blocks that are called several times lie in no region.
+    Blocks that are called several times, write into their inputs or compute gradients lie in no region.
     """
 
     def __init__(self, problem: ModeProblem, inner: list[InnerCost], most: int, slots: int = _SLOTS) -> None:
@@ -58,7 +59,9 @@ class RegionSolver:
         self._unit = max(1, -(-max(0, most - self._ground) // slots))
         self._slots = slots
         names = [stage.name for stage in problem.stages]
-        self._alone = [names.count(name) == 1 for name in names]
+        self._alone = [
+            names.count(name) == 1 and cost.groups for name, cost in zip(names, inner, strict=True)
+        ]
         self._again = [
             max(0.0, stage.costs["full"].seconds - stage.costs["keep"].seconds) for stage in self._stages
         ]

@@ -92,6 +92,16 @@ def _subclass(native: type[nn.Module], what: type[ForwardWrapper]) -> type[nn.Mo
     return type(native.__name__, (what, native), {"forward": forward, **names})
 
 
+def forward_inside(module: nn.Module, what: type[ForwardWrapper]) -> Forward:
+    """The forward, not bound, that ``what`` is around, or that of the module where ``what`` is not."""
+    native: type[Any] = type(module)
+    while native in _made_of:
+        native, done = _made_of[native]
+        if done is what:
+            return native.forward
+    return type(module).forward
+
+
 def native_class(module: nn.Module) -> Any:
     """The class of the model itself, below what stages and ``parallelize`` add."""
     classes = (c for c in type(module).__mro__ if issubclass(c, nn.Module))  # FSDP2 adds one that is none
