@@ -47,7 +47,8 @@ def main() -> None:
     parser.add_argument("--serve", type=int, metavar="PORT", help="show the site on this port; 0: a free one")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("jieba").setLevel(logging.WARNING)  # cuts Chinese words for the search
+    # jieba, which cuts Chinese words for the search, tells every step, whatever level it is given before
+    logging.getLogger("jieba").addFilter(lambda record: record.levelno >= logging.WARNING)
     build_site()
     print(f"built {SITE / 'index.html'}", flush=True)
     if options.serve is not None:

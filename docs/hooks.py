@@ -19,6 +19,7 @@ NAMES = {"en": "English", "zh-Hans": "简体中文"}
 NOT_YET = "!!! note\n    本页尚未翻译。\n\n"
 _HIDDEN = re.compile(r"^<!-- doc-test-code.*?^-->\n", flags=re.DOTALL | re.MULTILINE)
 _MARK = re.compile(r"^\s*<!-- doc-test-.*-->\n?", flags=re.MULTILINE)
+_OPTION = re.compile(r"<code>(--?\w[\w-]*(?: \w+)?)</code>")
 _AUTODOC = re.compile(r"^\{\{ autodoc:([\w.]+) \}\}$", flags=re.MULTILINE)
 
 
@@ -61,6 +62,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     titled = with_titles(Source(source, markdown), language_of(config))
     shown = _MARK.sub("", _HIDDEN.sub("", titled))
     return _AUTODOC.sub(lambda found: reference.entry(found[1]), shown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark options of commands, which browsers would break after their dashes."""
+    return _OPTION.sub(r'<code class="option">\1</code>', html)
 
 
 def on_serve(server: Any, config: MkDocsConfig, builder: Any) -> Any:

@@ -9,7 +9,7 @@ from colossalai.serving import AsyncEngine, BatchManagerForGeneration, ListCache
 from colossalai.serving.engine import launch_job
 from colossalai.serving.loading import open_tokenizer
 from colossalai.serving.worker import Job
-from energonai.context.config import ServiceConfig
+from energonai.context.config import ConfigError, ServiceConfig
 
 
 def launch_service(config: ServiceConfig, announce: Callable[[str], None] = print) -> None:
@@ -37,6 +37,11 @@ def launch_service(config: ServiceConfig, announce: Callable[[str], None] = prin
             engine = launch_config_engine(config, tokenizer)
         else:
             engine = own(**config.arguments_of(own))
+            if not isinstance(engine, AsyncEngine):
+                raise ConfigError(
+                    f"engine_server={own.__name__} returned {engine!r:.60}; it returns an AsyncEngine, as"
+                    " launch_engine does, or leave it out"
+                )
     except BaseException:
         sock.close()
         raise

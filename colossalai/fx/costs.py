@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from colossalai.fx.kernels import KernelCounter, OpWork, memory_bytes, memory_of
 from colossalai.fx.leaves import ROOT, run_leaf
 from colossalai.fx.twin import attribute
+from colossalai.fx.writes import written_arguments
 
 SWITCHES = (
     torch._C._set_grad_enabled,
@@ -75,6 +76,7 @@ class CostPass:
         self._operations = operations or {}  # of leaves that do not run on fake tensors
         self._known: dict[Any, NodeCost] = {}
         self._learns: dict[fx.Node, Any] = {}
+        self._bases: dict[fx.Node, Any] = {}  # of views: whose memory they show
         self.costs: dict[fx.Node, NodeCost] = {}
 
     def run(self) -> dict[fx.Node, NodeCost]:
@@ -98,6 +100,9 @@ class CostPass:
                 elif node.target in (operator.getitem, getattr):
                     part = tree_map(lambda flag: flag, self._learns[node.args[0]])
                     self._learns[node] = node.target(part, node.args[1])
+                    bases = self._bases.get(node.args[0])
+                    if isinstance(bases, list) and node.args[1] in range(len(bases)):
+                        self._bases[node] = bases[node.args[1]]
                 elif node.op in ("call_function", "call_module", "call_method"):
                     self._cost(node, counter)
         return self.costs
@@ -146,6 +151,19 @@ class CostPass:
             isinstance(x, Tensor) and next(flags_left, False) for x in tree_leaves(node.meta.get("val"))
         ]
         self._learns[node] = torch.utils._pytree.tree_unflatten(marked, spec)
+        self._note_memory(node, inputs, cost)
+
+    def _note_memory(self, node: fx.Node, inputs: list[fx.Node], cost: NodeCost) -> None:
+        """Where the results lie; what has a gradient gives it to all of the memory that it is written to."""
+        bases = [node if a is None else self._bases.get(inputs[a], inputs[a]) for a in cost.aliases]
+        self._bases[node] = bases[0] if isinstance(node.meta.get("val"), Tensor) and bases else bases
+        if not any(cost.learns):
+            return
+        written = {self._bases.get(n, n) for n in written_arguments(node) if not self._learns[n]}
+        for other in list(self._learns) if written else ():
+            base = self._bases.get(other, other)
+            if isinstance(base, fx.Node) and base in written:
+                self._learns[other] = True
 
     def _signature(self, node: fx.Node, inputs: list[fx.Node], flags: list[bool]) -> Any:
         """What nodes of the same cost have alike; None for a module, which has its own parameters."""

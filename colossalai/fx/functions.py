@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import (
@@ -33,6 +34,10 @@ class OwnBackward(RuntimeError):
     """Code was met whose gradients a graph of operations would not have."""
 
 
+class AsksForGradients(OwnBackward):
+    """Code was met that asks for gradients itself; those of tensors of other modules may be among them."""
+
+
 def has_gradient_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that see or change its gradients."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
@@ -41,7 +46,7 @@ def has_gradient_hooks(module: nn.Module) -> bool:
 @contextmanager
 def own_gradients(*, as_nodes: bool) -> Iterator[None]:
     """While torch records in the block, autograd functions become nodes, or are refused if not ``as_nodes``;
-    hooks on tensors are refused.
+    hooks on tensors, and calls of ``torch.autograd.grad``, are refused.
     """
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -58,16 +63,25 @@ def own_gradients(*, as_nodes: bool) -> Iterator[None]:
             raise OwnBackward("it puts a hook on the gradient of a tensor")
         return before(tensor, hook)
 
+    def run_backward(*args: Any, **options: Any) -> Any:
+        if get_proxy_mode() is not None:
+            raise AsksForGradients("its code asks for gradients (torch.autograd.grad)")
+        return run_before(*args, **options)
+
     # below Function.apply, which code may have kept under another name
     base: Any = _SingleLevelFunction
     before: Any = Tensor.register_hook
+    autograd: Any = torch.autograd
+    run_before = autograd._engine_run_backward  # what grad and backward call
     base.apply = classmethod(apply)
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    autograd._engine_run_backward = run_backward
     try:
         yield
     finally:
         del base.apply
         Tensor.register_hook = before  # type: ignore[method-assign]
+        autograd._engine_run_backward = run_before
 
 
 @cache

@@ -15,6 +15,7 @@ from colossalai.fx.kernels import OpWork, memory_bytes
 from colossalai.fx.leaves import MODULE, ROOT
 from colossalai.fx.op_graph import OpNode, TensorInfo, loss_of
 from colossalai.fx.twin import attribute
+from colossalai.fx.writes import written_arguments
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -84,7 +85,7 @@ class Nodes:
                 reached.add(node)
                 pending += node.all_input_nodes
                 # a view is computed from what another operation wrote into its base
-                pending += [u for n in node.all_input_nodes for u in n.users if _writes_to(u, n)]
+                pending += [u for n in node.all_input_nodes for u in n.users if n in written_arguments(u)]
         return reached
 
     def _node(self, node: fx.Node, cost: NodeCost, learns: bool) -> OpNode:
@@ -159,9 +160,12 @@ class Nodes:
         return tuple(name for name in kept if name in state)
 
 
-def _writes_to(user: fx.Node, node: fx.Node) -> bool:
-    schema = getattr(user.target, "_schema", None)
-    return schema is not None and schema.is_mutable and bool(user.args) and user.args[0] is node
+def target_name(node: fx.Node) -> str:
+    """What a node calls, told alike in all processes."""
+    target: Any = node.target
+    if isinstance(target, FunctionType):  # whose text has its address
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
 
 
 def is_random(node: fx.Node) -> bool:

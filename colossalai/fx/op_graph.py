@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -148,6 +149,18 @@ class OpGraph:
             for kernel in node.without_rule:
                 found.setdefault(kernel, []).append(node.name)
         return found
+
+    def memory(self, node: fx.Node) -> set[str]:
+        """Where the tensors of a node of ``module.graph`` lie."""
+        while node.target in (operator.getitem, getattr):
+            node = node.args[0]  # type: ignore[assignment]
+        if node.op == "get_attr":
+            return {str(node.target)}
+        return (
+            {info.memory for info in self.nodes[node.name].outputs}
+            if node.name in self.nodes
+            else {node.name}
+        )
 
     def __str__(self) -> str:
         total, back = self.forward, self.backward

@@ -121,7 +121,7 @@ class Layout:
             return 2
         return self.fused[dim] if self.fused else 1
 
-    @property
+    @cached_property
     def sharded(self) -> Axes:
         """Every axis that cuts some dim."""
         return tuple(a for axes in self.dims for a in axes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -115,6 +116,11 @@ class Ranks:
         process = context.Process(target=run_worker, args=(end, lifeline, post), name=f"rank {post.rank}")
         try:
             process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # pickle raises all of these
+            raise StartError(
+                f"what the ranks shall run cannot be given to them ({error}); name functions and classes that"
+                " stand in a module, and arguments that can be pickled"
+            ) from error
         finally:
             lifeline.close()
             if end is not None:

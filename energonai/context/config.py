@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from colossalai.context import Config
@@ -106,6 +108,10 @@ def read_variables(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no config file {path}")
     if path.suffix != ".py":
         return dict(Config.from_file(path))
-    scope: dict[str, Any] = {"__file__": str(path), "__name__": "energonai_config"}
-    exec(compile(path.read_bytes(), str(path), "exec"), scope)
-    return {name: value for name, value in scope.items() if not name.startswith("_")}
+    # what lies beside it can be imported, and what it defines be found by the ranks, which import it
+    sys.path.insert(0, str(path.resolve().parent))
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    sys.modules.setdefault(path.stem, module)
+    exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}

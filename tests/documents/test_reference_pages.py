@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+from colossalai.cli.app import cli
 from docs import combinations, reference, translated_tables
 from docs.pages import ENGLISH, ROOT
 from tests.documents.api_left import MISSING
@@ -88,6 +89,15 @@ def test_every_argument_of_zero_is_in_the_table() -> None:
     }
     real = inspect.signature(LowLevelZeroPlugin).parameters
     assert shown == {name: parameter.default for name, parameter in real.items()}
+
+
+@pytest.mark.parametrize(("command", "name"), [("run", "command_line"), ("serve", "serving")])
+def test_every_option_of_a_command_is_in_its_table(command: str, name: str) -> None:
+    page = (ENGLISH / f"{name}.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `-")]
+    options = [parameter.opts for parameter in cli.commands[command].params if parameter.opts[0][0] == "-"]
+    missing = [opts for opts in options if not any(re.search(rf"`{o}\b", row) for row in rows for o in opts)]
+    assert [opts for opts in missing if "--help" not in opts] == []
 
 
 @cache

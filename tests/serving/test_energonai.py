@@ -20,6 +20,7 @@ from energonai import BatchManagerForGeneration, Executor, InferenceEngine, laun
 from energonai.context import ServiceConfig
 from energonai.context.config import ConfigError
 from energonai.model import bert_small, gpt2_small, opt_125M
+from energonai.service import launch_service
 from tests.serving.folders import write_opt
 
 TINY = {
@@ -152,9 +153,13 @@ def test_metaseq_is_converted_and_opened(folder: Path, tmp_path: Path) -> None:
 
 
 CONFIG = """
-from energonai.model import opt_125M
+from beside import opt_125M
 
-model_class = opt_125M
+
+def model_class(**options):
+    return opt_125M(**options)
+
+
 model_type = "gpt"
 host, port = "localhost", 0
 half = False
@@ -175,6 +180,7 @@ model_kwargs = {sizes!r}
 
 
 def test_a_config_file_is_served(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("from energonai.model import opt_125M")
     (tmp_path / "opt_config.py").write_text(CONFIG.format(folder=str(folder), sizes=TINY))
     process = subprocess.Popen(
         [
@@ -217,6 +223,13 @@ def test_a_config_file_is_served(folder: Path, tmp_path: Path) -> None:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_an_engine_server_that_returns_no_engine(folder: Path) -> None:
+    where = {"tokenizer_path": str(folder), "server_host": "127.0.0.1", "server_port": 0}
+    config = ServiceConfig({"model_class": opt_125M, "engine_server": lambda model_class: None, **where})
+    with pytest.raises(ConfigError, match="returned None; it returns an AsyncEngine"):
+        launch_service(config)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from colossalai.serving import (
     MissCacheError,
     QueueFullError,
     ServiceError,
+    StartError,
     SubmitEntry,
     TaskEntry,
     launch_engine,
@@ -121,6 +122,11 @@ def test_batches_reach_the_model_and_their_rows_come_back() -> None:
         assert sorted(engine.get(i) for i in range(4)) == [0, 1, 2, 3]
     finally:
         engine.shutdown()
+
+
+def test_a_function_that_no_rank_can_find() -> None:
+    with pytest.raises(StartError, match=r"cannot be given to them \(.*lambda.*that stand in a module"):
+        launch_engine(1, 1, "localhost", 0, 0, lambda: gpt())
 
 
 def test_what_cannot_be_sent_fails_alone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from colossalai.auto_parallel.tensor_shard.solution import (
     load_solution,
     plan_of_choice,
 )
-from colossalai.auto_parallel.tensor_shard.solver import solve_strategies
+from colossalai.auto_parallel.tensor_shard.solver import NoPlanError, solve_strategies
 from colossalai.device import DeviceMesh
 from colossalai.fx import OpGraph, trace_model
 from colossalai.utils.text import bytes_of
@@ -198,9 +198,18 @@ def solve_solution(
     """
     problem = strategy_constructor.problem
     budget = _budget(memory_budget)
-    if activation_checkpoint:
-        return Solution(problem, *plan_with_recomputation(problem, budget, **search))
-    return Solution(problem, solve_strategies(problem.solver_graph.with_budget(budget), **search))
+    try:
+        if activation_checkpoint:
+            return Solution(problem, *plan_with_recomputation(problem, budget, **search))
+        return Solution(problem, solve_strategies(problem.solver_graph.with_budget(budget), **search))
+    except NoPlanError:
+        options = problem.options
+        chosen = {o.name: getattr(options, o.name).value for o in fields(options)}
+        raise ValueError(
+            f"no plan keeps to {', '.join(f'{name}={value!r}' for name, value in chosen.items())}: operations"
+            " that these options cut stand beside others that run whole, and no conversion leads from one to"
+            " the other; choose weaker options"
+        ) from None
 
 
 def transform_to_sharded_model(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) -> nn.Module:

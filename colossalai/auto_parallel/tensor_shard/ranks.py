@@ -53,7 +53,7 @@ class MeshRanks:
             result.append(task())
         except Exception as failed:
             error = failed
-        told = None if error is None else (type(error).__name__, str(error), _numbers(error))
+        told = None if error is None else (_kind(error), str(error), _numbers(error))
         facts = self._everyone(told)
         failures = [(coord, fact) for coord, fact in facts if fact is not None]
         if not failures:
@@ -65,10 +65,17 @@ class MeshRanks:
             raise InfeasibleBudgetError(*numbers) from error
         if everyone_tries:
             text = f"rank {_where(coord)} of the mesh: {text}"
-        raise _KINDS.get(kind, RuntimeError)(text) from error
+        raise _KINDS[kind](text) from error
 
 
-_KINDS = {kind.__name__: kind for kind in (ImportError, OSError, TypeError, ValueError)}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ImportError, OSError, TimeoutError, TypeError, ValueError, RuntimeError)
+}
+
+
+def _kind(error: Exception) -> str:
+    """The name of the most special of ``_KINDS`` that an error is."""
+    return next((c.__name__ for c in type(error).__mro__ if c.__name__ in _KINDS), RuntimeError.__name__)
 
 
 def _where(coord: dict[str, int]) -> str:

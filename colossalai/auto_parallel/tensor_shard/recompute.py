@@ -21,6 +21,7 @@ from colossalai.auto_parallel.tensor_shard.solver import InfeasibleBudgetError, 
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
 from colossalai.fx.costs import SWITCHES
+from colossalai.fx.op_graph import OpGraph
 from colossalai.mesh.collectives import Transfer
 
 _BUDGETS = 6
@@ -104,14 +105,15 @@ def _runs(problem: PlanProblem) -> list[list[str]]:
     """The operations between places that one activation alone passes, with what stands between them; runs
     that change buffers or hand out results are left out.
     """
-    nodes = list(problem.graph.graph.module.graph.nodes)
+    graph = problem.graph.graph
+    nodes = list(graph.module.graph.nodes)
     order = {node: i for i, node in enumerate(nodes)}
     learning = [
         vertex.node.fx_node
         for vertex in problem.vertices
         if vertex.node is not None and any(o.requires_grad for o in vertex.node.op.outputs)
     ]
-    outputs = set(problem.graph.graph.module.graph.find_nodes(op="output")[0].all_input_nodes)
+    outputs = set(graph.module.graph.find_nodes(op="output")[0].all_input_nodes)
     runs: list[list[str]] = []
     alive: dict[fx.Node, int] = {}
     begin, count = None, 0
@@ -121,7 +123,7 @@ def _runs(problem: PlanProblem) -> list[list[str]]:
         alive[node] = _last_use(node, order)
         if len(alive) == 1 and count >= _SMALLEST:
             run = [n for n in nodes[begin : order[node] + 1] if n.op not in ("get_attr", "placeholder")]
-            if not outputs.intersection(run) and not any(_stays(n) for n in run):
+            if not outputs.intersection(run) and not any(_stays(graph, n) for n in run):
                 runs.append([n.name for n in run])
             begin, count = None, 0
     return runs
@@ -136,9 +138,9 @@ def _picks(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _stays(node: fx.Node) -> bool:
+def _stays(graph: OpGraph, node: fx.Node) -> bool:
     """Whether an operation must run once: it changes a buffer, or a mode."""
-    return node.target in SWITCHES or changes_buffers(node)
+    return node.target in SWITCHES or changes_buffers(graph, node)
 
 
 def _segment(problem: PlanProblem, choice: Sequence[int], names: Sequence[str]) -> Segment:

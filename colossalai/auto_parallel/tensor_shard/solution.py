@@ -22,6 +22,7 @@ from colossalai.auto_parallel.tensor_shard.strategies.chosen import (
 )
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
 from colossalai.fx import OpGraph
+from colossalai.fx.nodes import target_name
 
 _FORMAT = 1
 
@@ -35,7 +36,9 @@ def graph_fingerprint(graph: OpGraph) -> str:
             if node.name in graph.nodes
             else ""
         )
-        digest.update(repr((node.op, node.name, str(node.target), str(node.args), shapes)).encode())
+        digest.update(
+            repr((node.op, node.name, target_name(node), str(node.args), str(node.kwargs), shapes)).encode()
+        )
     for name, info in sorted(graph.parameters.items()):
         digest.update(repr((name, info.shape, str(info.dtype), info.requires_grad)).encode())
     return digest.hexdigest()[:32]

@@ -11,8 +11,10 @@ def _rows(n: int, letter: str = "m") -> Letters:
 
 
 @register_letters("linear")
-def _linear(call: OpCall) -> OpLetters:
-    x = call.operands[0]
+def _linear(call: OpCall) -> OpLetters | None:
+    x, weight = call.operands[:2]
+    if weight.ndim < 2:
+        return None
     rows = _rows(x.ndim - 1)
     operands: list[Letters] = [(*rows, "k"), ("n", "k")]
     biased = call["bias"] is not None

@@ -139,7 +139,8 @@ def _split(call: OpCall) -> OpLetters:
     x = call.operands[0]
     dim = int(call["dim"] or 0) % x.ndim
     found = _along(call, [dim])
-    if len({shape[dim] for shape in call.outputs}) > 1:
+    places = call["indices"] is not None or call["tensor_indices_or_sections"] is not None
+    if places or len({shape[dim] for shape in call.outputs}) > 1:
         return found
     letters = tuple("piece" if d == dim else name for d, name in enumerate(found.operands[0]))
     return OpLetters((letters,), (letters,) * len(call.outputs), {(0, dim): len(call.outputs)})

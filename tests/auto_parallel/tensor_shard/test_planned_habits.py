@@ -271,6 +271,101 @@ def test_a_weight_that_a_module_of_one_operation_shares() -> None:
     spawn(_shared, 2)
 
 
+class WritesInPlace(nn.Module):
+    """Writes by views: into what has a gradient, into what gets one by it, and into buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), nn.BatchNorm1d(8)
+        self.table = nn.Embedding(8, 8, max_norm=1.0)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("seen", torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(self.norm(x))
+        y.view(4, 16).add_(1.0)
+        y[:, 0].mul_(2.0)
+        turned = y.t().contiguous()
+        turned.relu_()
+        filled = torch.zeros_like(x)
+        filled[:, :4] = self.b(y)
+        self.mean = 0.9 * self.mean + 0.1 * y.mean(0).detach()
+        self.seen[:, 1:3] += 1
+        z = self.norm(self.a(filled) + self.table(torch.arange(8)) + turned * self.seen)
+        z += y
+        return (z.relu_() - self.mean).square().mean()
+
+
+class OwnBackward(nn.Module):
+    """A function with a backward pass of its own, and calls whose arguments are places or vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.vector = nn.Linear(8, 24), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        class Half(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: Tensor) -> Tensor:
+                return y.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * 0.5
+
+        a, b, c = torch.tensor_split(Half.apply(self.up(x)), [8, 16], dim=1)
+        return (a + 2 * b.square() + 3 * c).mean() + nn.functional.linear(x, self.vector).square().mean()
+
+
+class TwoLosses(nn.Module):
+    """A second loss whose branch is no part of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Batch:
+        h = self.a(x).relu()
+        return {"loss": self.c(h).square().mean(), "other": self.b(h).abs().mean()}
+
+
+class Energy(nn.Module):
+    """Asks for gradients itself, so all of it is one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.b(self.a(x).tanh()).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force.square().mean() + energy
+
+
+def _odd_code(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+    kind: type[nn.Module]
+    for kind in (WritesInPlace, OwnBackward, TwoLosses, Energy):
+        for seed in range(3):
+            torch.manual_seed(0)
+            model = kind().double()
+            serial = copy.deepcopy(model)
+            model, _ = planned(model, (1, 2), seed, x=torch.zeros(8, 8, dtype=torch.float64))
+            for step in range(2):
+                x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                for one in (model, serial):
+                    loss = one(x)
+                    (sum(loss.values()) if isinstance(loss, dict) else loss).backward()
+                    torch.optim.SGD(one.parameters(), lr=0.1).step()
+            check_equal(model, serial, gradients=True)
+            check_equal(model, serial)
+
+
+def test_models_that_write_in_place_or_have_gradients_of_their_own() -> None:
+    spawn(_odd_code, 2)
+
+
 # ---- gradients ----
 
 

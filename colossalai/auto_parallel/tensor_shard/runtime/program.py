@@ -22,10 +22,13 @@ from colossalai.fx.leaves import ROOT
 from colossalai.fx.nodes import named_state
 from colossalai.fx.op_graph import OpGraph
 from colossalai.fx.twin import RECOMPUTED
+from colossalai.fx.writes import written_arguments
 from colossalai.mesh import Layout, Links, Mesh, move, redistribute, replicated, route
 from colossalai.tensor.letters.calls import operation_name
 
 _PICKS = (operator.getitem, getattr)
+# These copy where a view is not possible, which of a piece may be another case than of the whole.
+_MAY_COPY = ("reshape", "reshape_as", "flatten", "ravel", "contiguous", "to")
 
 
 @dataclass
@@ -184,10 +187,12 @@ class _Builder:
                 if node.op not in ("placeholder", "get_attr", "output") and RECOMPUTED in node.meta:
                     own.setdefault(node.meta[RECOMPUTED][0], []).append(node.name)
             groups = [
-                group for group in own.values() if not any(changes_buffers(named[name]) for name in group)
+                group
+                for group in own.values()
+                if not any(changes_buffers(self.traced, named[name]) for name in group)
             ]
         for group in groups:
-            if changing := next((name for name in group if changes_buffers(named[name])), None):
+            if changing := next((name for name in group if changes_buffers(self.traced, named[name])), None):
                 raise UnfitPlanError(
                     f"the plan recomputes {changing!r}, which changes a buffer and would change it twice"
                 )
@@ -213,7 +218,7 @@ class _Builder:
         plan = self.plan.nodes.get(node.name)
         if plan is None:
             plan = self._whole(node)
-        operands, written = iter(plan.inputs), _written(node)
+        operands, written = iter(plan.inputs), written_arguments(node)
         copies: dict[fx.Node, tuple[fx.Node, Layout, Layout]] = {}
 
         def taken(argument: fx.Node) -> fx.Node:
@@ -228,7 +233,7 @@ class _Builder:
             made = self._move(value, value.layouts, layout, argument.name)
             if value.rests is not None and layout.dims != value.layouts.dims:
                 copies[made] = value.node, value.layouts, layout
-            if made is not value.node and argument is written:
+            if made is not value.node and argument in written:
                 # what was moved may be a view of what it was
                 made = self.graph.call_function(torch.ops.aten.clone.default, (made,))
             return made
@@ -239,9 +244,23 @@ class _Builder:
                 f"{node.name} takes fewer tensors than its plan ({plan.strategy}) has inputs"
             )
         result = self._call(node, plan, args, kwargs)
+        if self._must_copy(node):
+            result.node = self.graph.call_function(torch.ops.aten.clone.default, (result.node,))
         if node.name not in self.labels:  # what runs again keeps nothing as it is
             self._drop(copies)
         return result
+
+    @cached_property
+    def _written_memory(self) -> set[str]:
+        into = (a for node in self.traced.module.graph.nodes for a in written_arguments(node))
+        return {memory for argument in into for memory in self.traced.memory(argument)}
+
+    def _must_copy(self, node: fx.Node) -> bool:
+        """Whether a node copied what of a piece may be a view, and a write would show on both sides."""
+        own = self.traced.memory(node)
+        if operation_name(node) not in _MAY_COPY or own != {node.name}:
+            return False
+        return bool(self._written_memory & own.union(*map(self.traced.memory, node.all_input_nodes)))
 
     def _drop(self, copies: dict[fx.Node, tuple[fx.Node, Layout, Layout]]) -> None:
         """Let the operations that take moved parameters keep the pieces for their backward pass."""
@@ -362,19 +381,9 @@ def _check_move(src: Layout, dst: Layout) -> None:
     route(dst.dual(), src.dual())
 
 
-def changes_buffers(node: fx.Node) -> bool:
+def changes_buffers(graph: OpGraph, node: fx.Node) -> bool:
     """Whether an operation changes a buffer of the model."""
-    written = _written(node)
-    in_place = written is not None and written.op == "get_attr"
-    statistics = operation_name(node) in ("batch_norm", "instance_norm") and len(node.args) > 3
-    return in_place or (statistics and node.args[3] is not None)
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """The node whose tensor an operation writes to."""
-    schema = getattr(node.target, "_schema", None)
-    first = next(iter(node.args), None)
-    return first if schema is not None and schema.is_mutable and isinstance(first, fx.Node) else None
+    return any(graph.memory(argument) & graph.parameters.keys() for argument in written_arguments(node))
 
 
 def _tuple_of(*parts: Any) -> tuple[Any, ...]:
@@ -388,4 +397,9 @@ def _tensors(value: Any) -> list[Tensor]:
 def state_of(model: nn.Module, program: Program) -> list[Any]:
     """The arguments of ``program`` beside its inputs."""
     tensors = named_state(model)
-    return [*(tensors[name] for name in program.state), *(model.get_submodule(p) for p in program.leaves)]
+    leaves: list[Any] = [
+        # of a model that is one operation, what it computed before it ran a plan
+        model.get_submodule(path) if path else model.serial_forward
+        for path in program.leaves
+    ]
+    return [*(tensors[name] for name in program.state), *leaves]

@@ -22,7 +22,7 @@ from colossalai.auto_parallel.tensor_shard.runtime.program import Program, build
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces
 from colossalai.auto_parallel.tensor_shard.sharded_plan import ShardedPlan
 from colossalai.device import DeviceMesh
-from colossalai.fx.nodes import named_state
+from colossalai.fx.nodes import named_state, target_name
 from colossalai.fx.op_graph import OpGraph
 from colossalai.mesh import Layout, Mesh, local_shape, placement, replicated
 from colossalai.mesh.agreement import FirstStep
@@ -91,7 +91,7 @@ def _everyone(fact: Any) -> list[Any]:
 
 
 def _digest(graph: OpGraph, plan: ShardedPlan) -> str:
-    nodes = [(node.op, str(node.target), node.name) for node in graph.module.graph.nodes]
+    nodes = [(node.op, target_name(node), node.name) for node in graph.module.graph.nodes]
     layouts = [sorted((k, str(v)) for k, v in part.items()) for part in (plan.parameters, plan.inputs)]
     plans = [
         (name, [str(layout) for layout in (*own.inputs, *own.computed, *own.outputs)])
@@ -244,6 +244,10 @@ class RunsPlan(ForwardWrapper):
     def around(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert isinstance(self, nn.Module)
         return self.planned.call(self, args, kwargs, torch.compiler.is_compiling())
+
+    @property
+    def serial_forward(self) -> Callable[..., Any]:
+        return super().forward  # type: ignore[misc]
 
     def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
         """As any module's, with the pieces of this rank, of which it warns once."""

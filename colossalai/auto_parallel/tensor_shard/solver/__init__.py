@@ -8,6 +8,7 @@ from colossalai.auto_parallel.tensor_shard.solver.plan import ChoiceReason, Stra
 from colossalai.auto_parallel.tensor_shard.solver.solve import BACKENDS, solve_strategies
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import (
     InfeasibleBudgetError,
+    NoPlanError,
     StrategyEdge,
     StrategyGraph,
     StrategyNode,
@@ -19,6 +20,7 @@ __all__ = [
     "CostGraph",
     "GraphAnalyser",
     "InfeasibleBudgetError",
+    "NoPlanError",
     "Solver",
     "SolverAnswer",
     "StrategiesConstructor",

@@ -26,7 +26,11 @@ from colossalai.auto_parallel.tensor_shard.solver.lagrangian import (
 )
 from colossalai.auto_parallel.tensor_shard.solver.milp import MilpAnswer, cbc, highs
 from colossalai.auto_parallel.tensor_shard.solver.plan import StrategyPlan
-from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import InfeasibleBudgetError, StrategyGraph
+from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import (
+    InfeasibleBudgetError,
+    NoPlanError,
+    StrategyGraph,
+)
 
 BACKENDS = ("auto", "milp", "pulp", "brute")
 _MOST_PLANS = 2_000_000  # that brute force looks at
@@ -99,7 +103,7 @@ def solve_strategies(
         bounds, choice = _solve(
             whole, graph.memory_budget, _Settings(backend, gap, clock, fold_nodes, max_cells)
         )
-    except (InfeasibleBudgetError, _NoPlanError):
+    except (InfeasibleBudgetError, NoPlanError):
         if groups == graph.groups:
             raise
         return solve_strategies(  # alike they cannot: pairs of strategies are forbidden
@@ -126,10 +130,6 @@ def solve_strategies(
 
 
 _NO_PLAN = "forbidden strategies and pairs (cost inf) leave no plan; allow a conversion"
-
-
-class _NoPlanError(ValueError):
-    """Forbidden strategies and pairs leave no plan."""
 
 
 def _check(graph: StrategyGraph, backend: str, gap: float, time_limit: float | None) -> None:
@@ -194,7 +194,7 @@ def _offer_smallest(flat: FlatGraph, bounds: PlanBounds) -> None:
 def _check_minimum(flat: FlatGraph, budget: float) -> None:
     minimum, _, exact = flat.smallest()
     if not np.isfinite(minimum):
-        raise _NoPlanError(_NO_PLAN)
+        raise NoPlanError(_NO_PLAN)
     if minimum > budget:
         raise InfeasibleBudgetError(budget, minimum if exact else _least_memory(flat))
 
@@ -273,7 +273,7 @@ def _explain_nothing(flat: FlatGraph, bounds: PlanBounds) -> None:
         if bounds.infeasible:  # but the bound of a wide graph did not say so
             raise InfeasibleBudgetError(bounds.budget, _least_memory(flat))
     if bounds.infeasible or not np.isfinite(flat.smallest()[0]):
-        raise _NoPlanError(_NO_PLAN)
+        raise NoPlanError(_NO_PLAN)
     raise TimeoutError("the time limit ended before a plan was found; raise time_limit")
 
 
@@ -289,7 +289,7 @@ def _least_memory(flat: FlatGraph) -> float:
     )
     answer = highs(FlatGraph(by_size), None, 0.0, None)
     if answer.choice is None:
-        raise _NoPlanError(_NO_PLAN)
+        raise NoPlanError(_NO_PLAN)
     return float(flat.measure(answer.choice[None])[1][0])
 
 

@@ -22,6 +22,10 @@ class InfeasibleBudgetError(ValueError):
         )
 
 
+class NoPlanError(ValueError):
+    """Forbidden strategies and pairs leave no plan."""
+
+
 @dataclass(frozen=True, eq=False)
 class StrategyNode:
     """An operation that takes exactly one of its strategies.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from colossalai.auto_parallel.tensor_shard.strategies.writes import Writes, find_writes
 from colossalai.fx import OpGraph, OpNode
 from colossalai.fx.op_graph import TensorInfo
+from colossalai.fx.writes import written_arguments
 from colossalai.tensor.letters import OpCall, OpLetters, call_of_node, letters_of
 from colossalai.tensor.letters.calls import tensor_arguments
 
@@ -46,7 +48,7 @@ class PlanNode:
     why_whole: str = ""
     """Why it is not cut, if it is not."""
     reached: bool = True
-    """Whether gradients of the loss go through it."""
+    """Whether gradients of a result go through it."""
 
     @property
     def name(self) -> str:
@@ -67,8 +69,7 @@ class PlanGraph:
     nodes: dict[str, PlanNode]
     inputs: dict[str, TensorInfo]
     results: list[Source] = field(default_factory=list)
-    written: frozenset[str] = frozenset()
-    """Memory that is written in place: its tensors keep one layout."""
+    writes: Writes = field(default_factory=Writes)
 
 
 def plan_graph(graph: OpGraph) -> PlanGraph:
@@ -76,6 +77,7 @@ def plan_graph(graph: OpGraph) -> PlanGraph:
     sources: dict[fx.Node, Any] = {}
     nodes: dict[str, PlanNode] = {}
     depends: set[fx.Node] = set()  # on parameters, or on inputs that are no integers
+    learning: set[str] = set()  # memory into which something with a gradient was written
     reached = _reached(graph)
     titles = _titles(graph)
     result: list[Source] = []
@@ -96,19 +98,32 @@ def plan_graph(graph: OpGraph) -> PlanGraph:
             depends.update({node} if node.args[0] in depends else ())
         elif node.op == "output":
             result = [
-                sources[n] for n in tree_leaves(node.args[0]) if isinstance(n, fx.Node) and n in sources
+                _as_written(sources[n], learning)
+                for n in tree_leaves(node.args[0])
+                if isinstance(n, fx.Node) and n in sources
             ]
         elif node.name in graph.nodes:
             op = graph.nodes[node.name]
             _add_outputs(node, op, sources)
             if any(n in depends for n in node.all_input_nodes):
                 depends.add(node)
-            nodes[node.name] = _node(node, op, sources, node in depends, node.name in reached, titles)
-    written = _written_memory(nodes)
-    for made in nodes.values():
-        if any(o.memory in written and not o.requires_grad for o in made.op.outputs):
-            made.letters, made.why_whole = None, "its memory is written in place"
-    return PlanGraph(graph, nodes, dict(graph.inputs), result, written)
+            operands = tuple(_as_written(sources[n], learning) for n in tensor_arguments(node))
+            nodes[node.name] = _node(node, op, operands, node in depends, node.name in reached, titles)
+            if any(info.requires_grad for info in op.outputs):
+                into = (sources[n].info for n in written_arguments(node) if n in sources)
+                learning |= {info.memory for info in into if info is not None}
+    writes = find_writes(nodes, result)
+    for name in writes.whole:
+        nodes[name].letters, nodes[name].why_whole = None, "memory that is written in place has views"
+    return PlanGraph(graph, nodes, dict(graph.inputs), result, writes)
+
+
+def _as_written(source: Source, learning: set[str]) -> Source:
+    """``source`` as it is now: with a gradient, if some was written into its memory."""
+    info = source.info
+    if info is None or info.requires_grad or info.memory not in learning:
+        return source
+    return replace(source, info=replace(info, requires_grad=True))
 
 
 @dataclass
@@ -156,13 +171,12 @@ def _is_parameter(graph: OpGraph, name: str) -> bool:
 def _node(
     node: fx.Node,
     op: OpNode,
-    sources: dict[fx.Node, Any],
+    operands: tuple[Source, ...],
     depends: bool,
     reached: bool,
     titles: dict[str, str],
 ) -> PlanNode:
     call = call_of_node(node)
-    operands = tuple(sources[n] for n in tensor_arguments(node))
     letters, why = None, ""
     if node.op == "call_module":
         why = "a module that is one operation"
@@ -185,33 +199,25 @@ def _add_outputs(node: fx.Node, op: OpNode, sources: dict[fx.Node, Any]) -> None
 
 
 def _reached(graph: OpGraph) -> set[str]:
-    """The nodes that gradients of the loss come to; all if there is no loss."""
-    if graph.loss is None:
-        return set(graph.nodes)
-    by_name = {node.name: node for node in graph.module.graph.nodes}
-    pending, found = [by_name[graph.loss]], set[fx.Node]()
+    """The nodes that gradients of results come to: of the loss, and of others, of which a script may make
+    another loss.
+    """
+    nodes = list(graph.module.graph.nodes)
+    writers: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        for argument in written_arguments(node):
+            for memory in graph.memory(argument):
+                writers[memory].append(node)
+    pending, found = [nodes[-1]], set[fx.Node]()
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
             pending += node.all_input_nodes
-            pending += [u for n in node.all_input_nodes for u in n.users if _writes(u) and u.args[0] is n]
+            pending += [
+                w for n in node.all_input_nodes for memory in graph.memory(n) for w in writers[memory]
+            ]
     return {node.name for node in found}
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and bool(node.args)
-
-
-def _written_memory(nodes: dict[str, PlanNode]) -> frozenset[str]:
-    """The memory of results that some operation writes; buffers are not among it."""
-    found = set()
-    for node in nodes.values():
-        if _writes(node.fx_node) and node.operands and node.operands[0].kind == "node":
-            info = node.operands[0].info
-            found.add(info.memory if info is not None else node.operands[0].name)
-    return frozenset(found)
 
 
 def _titles(graph: OpGraph) -> dict[str, str]:

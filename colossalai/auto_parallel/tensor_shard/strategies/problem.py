@@ -68,7 +68,7 @@ class OperandFlow:
     info: TensorInfo
     learns: bool
     fixed: bool = False
-    """Whether the tensor must keep its layout, since its memory is written in place."""
+    """Whether the tensor must keep its layout, since its memory is written in place and looked at later."""
     twice: bool = False
     """Whether a parameter is moved once more for the backward pass, which needs it: what was moved is not
     kept.
@@ -85,15 +85,30 @@ class PlanProblem:
     vertices: list[Vertex]
     flows: list[OperandFlow]
     solver_graph: StrategyGraph = field(default_factory=StrategyGraph)
+    _tables: dict[object, Floats] = field(default_factory=dict)
 
     def table(self, flow: OperandFlow) -> Floats:
         """Seconds of a flow, from every strategy of its source (rows) to every strategy of its target."""
-        sources = tuple(p.outputs[flow.index] for p in self.vertices[flow.source].placements)
-        targets = tuple(p.inputs[flow.operand] for p in self.vertices[flow.target].placements)
-        parameter = self.vertices[flow.source].kind == "parameter"
-        table = self.model.moves.table(
-            flow.info.shape, flow.info.dtype.itemsize, sources, targets, flow.learns, parameter, flow.twice
+        source, target = self.vertices[flow.source], self.vertices[flow.target]
+        # vertices that are alike have the same list of placements
+        ends = id(source.placements), flow.index, id(target.placements), flow.operand
+        kind = (
+            flow.info.shape,
+            flow.info.dtype,
+            flow.learns,
+            source.kind == "parameter",
+            flow.twice,
+            flow.fixed,
         )
+        if (ends, kind) not in self._tables:
+            self._tables[ends, kind] = self._table(flow, source, target)
+        return self._tables[ends, kind]
+
+    def _table(self, flow: OperandFlow, source: Vertex, target: Vertex) -> Floats:
+        sources = tuple(p.outputs[flow.index] for p in source.placements)
+        targets = tuple(p.inputs[flow.operand] for p in target.placements)
+        shape, itemsize, parameter = flow.info.shape, flow.info.dtype.itemsize, source.kind == "parameter"
+        table = self.model.moves.table(shape, itemsize, sources, targets, flow.learns, parameter, flow.twice)
         if flow.fixed:
             same = np.array([[s == t for t in targets] for s in sources])
             return np.where(same, table, np.inf)
@@ -177,6 +192,8 @@ class _Builder:
             every = placements(node.call, node.letters, self.model.axes, node.learns, blocks)
             if SHARE in node.fx_node.meta and all(node.learns):
                 every = share_placements(every, self.model.axes)
+            if node.name in self.graph.writes.whole_results:
+                every = [p for p in every if not any(layout.sharded for layout in p.outputs)]
             found = allowed(every, node, self.model.axes, self.options)
             costs = [self.model.of(node, placement, charged, placed) for placement in found]
             self._known[key] = found, costs
@@ -197,10 +214,12 @@ class _Builder:
             node.letters.tensors,
             tuple(sorted(node.letters.blocks.items())),
             node.letters.whole,
+            node.letters.sums_inside,
         )
         return (
             node.call.name, node.call.operands, node.call.outputs, operands, kept, work, outputs, wanted,
             letters, node.reached, node.call["reduction"], SHARE in node.fx_node.meta,
+            node.name in self.graph.writes.whole_results,
         )  # fmt: skip
 
     def _add_parameter(self, name: str) -> None:
@@ -240,11 +259,9 @@ class _Builder:
     def _flow(self, source: Source, target: int, operand: int, learns: bool) -> None:
         if (place := self.place.get((source.kind, source.name))) is None or source.info is None:
             return  # a parameter that rests as it is used, or a constant
-        fixed = False
-        if source.kind == "node" and source.info.memory in self.graph.written:
-            fixed = len(self.graph.nodes[source.name].fx_node.users) > 1
         index = source.index if source.kind == "node" else 0
         node = self.vertices[target].node
+        fixed = node is not None and (node.name, operand) in self.graph.writes.fixed
         twice = node is not None and source.kind == "parameter" and source.name in node.op.saved_parameters
         self.flows.append(OperandFlow(place, target, index, operand, source.info, learns, fixed, twice))
 
