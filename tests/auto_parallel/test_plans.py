@@ -176,7 +176,7 @@ def _own_weights(rank: int, world_size: int, port: int) -> None:
         model = nn.Sequential(*(Scaled() for _ in range(4)), nn.Linear(16, 16), nn.Linear(16, 16))
         if grouped:
             set_modes(model, dict.fromkeys(names, "keep"), [names[:5], names[1:3]])
-            with pytest.raises(ValueError, match="one block at a time, but '0' .* regions=False"):
+            with pytest.raises(ValueError, match=r"one block at a time, but '0' .* regions=False"):
                 Booster(plugin=TorchFSDPPlugin()).boost(model)
         chunks = {"min_chunk_size_mb": 0.0005, "search_range_mb": 0.001, "precision": "fp32"}
         booster = Booster(plugin=GeminiPlugin(placement_policy="cpu", **chunks))

@@ -138,7 +138,7 @@ class _Table:
         gradients = self._x[s + 1] + self._x[s] + self._btmp[s]
         need = self._xbar[s] + max(self._x[t + 1] + self._ftmp[s], gradients)
         if s == t:
-            return [(-1, self._from(need, np.full(self.slots + 1, own)))]
+            return [(-1, self._from(need, np.full(self.slots + 1, float(own))))]
         found = [(-1, self._from(need, own + self._less(self._time[s + 1, t], self._xbar[s])))]
         for kept in range(s + 1, t + 1):
             ahead = self._until[kept] - self._until[s]
