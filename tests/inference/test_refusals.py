@@ -109,6 +109,8 @@ def test_what_is_no_model_on_one_device() -> None:
         TypeError, match=r"takes a model, got str 'facebook/opt-125m'; colossalai\.inference\.load_"
     ):
         Generator("facebook/opt-125m")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"DataParallel: give its \.module"):
+        Generator(torch.nn.DataParallel(build("llama")))
     with pytest.raises(ValueError, match="Sequential has no weights"):
         Generator(torch.nn.Sequential())
     model = build("llama")
