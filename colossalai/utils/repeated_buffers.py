@@ -172,7 +172,9 @@ def _set(buffer: Tensor | None, values: Tensor) -> None:
 
 
 def _is_equal(buffer: Tensor, before: Tensor) -> bool | None:
-    """None where values cannot be seen, as in tracing."""
+    """None where values cannot be seen, as in tracing, or only together with other ranks."""
+    if type(buffer) is not Tensor:
+        return None
     try:
         return torch.equal(buffer, before)
     except (RuntimeError, NotImplementedError):
