@@ -1,6 +1,4 @@
-"""Words that the documents promise: the tensor modes, the initializer of each, and the marks on
-parameters.
-"""
+"""The tensor modes by name, the initializer of each, and the marks on parameters."""
 
 from __future__ import annotations
 

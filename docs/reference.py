@@ -67,7 +67,8 @@ def _all_names() -> Iterator[tuple[str, str]]:
 
 def _exported(module: ModuleType) -> Iterator[tuple[str, str]]:
     for name in getattr(module, "__all__", ()):
-        yield module.__name__, name
+        if name != "__getattr__":
+            yield module.__name__, name
 
 
 def _defined(module: ModuleType) -> Iterator[tuple[str, str]]:

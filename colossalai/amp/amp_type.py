@@ -6,6 +6,8 @@ from enum import Enum
 
 
 class AMP_TYPE(Enum):
+    """The modes of ``convert_to_amp`` and of the section ``fp16`` of a config."""
+
     APEX = "apex"
     TORCH = "torch"
     NAIVE = "naive"

@@ -1,4 +1,4 @@
-"""The options of ``save_model``, which the documents give in two orders."""
+"""The options of ``save_model``, which scripts give in two orders."""
 
 from __future__ import annotations
 

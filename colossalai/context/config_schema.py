@@ -139,7 +139,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _is_by_custom_a_hyper_parameter(key: str, value: Any) -> bool:
-    """In capitals (GRADIENT_ACCUMULATION = 4, a name of the documents); but a whole section is not one."""
+    """In capitals (GRADIENT_ACCUMULATION = 4); but a whole section is not one."""
     return key.isupper() and not isinstance(value, Mapping)
 
 

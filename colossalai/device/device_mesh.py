@@ -1,7 +1,7 @@
 """``DeviceMesh``: the devices of a job as a grid without names, with the cost of every collective on each of
 its axes.
 
-It is the form in which the documents describe a cluster.  Sizes and costs need no process group; ``mesh`` is
+It is the form in which older scripts describe a cluster.  Sizes and costs need no process group; ``mesh`` is
 the same grid as a mesh of :mod:`colossalai.mesh`, on which tensors are moved: its axes are called "0", "1",
 and so on.
 """

@@ -20,7 +20,7 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from colossalai.context.config import ConfigException
 from colossalai.engine.gemini_section import means_gemini, read_gemini, send_to_disk
 
-# The names of the documents, by that of the plugin.
+# The names in configs, and those of the plugin.
 NAMES = {"overlap_comm": "overlap_communication", "clip_grad": "max_norm"}
 LEVELS = (1, 2)
 

@@ -33,6 +33,8 @@ def check_module(model: object) -> None:
             f"Generator takes a model, got {type(model).__name__} {model!r:.60};"
             " colossalai.inference.load_model reads one from a folder"
         )
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("Generator takes the model in a DataParallel: give its .module")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no weights, and so nothing to generate with")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -115,6 +116,7 @@ class Generator:
         self._undelivered: list[Event] = []  # until step, or the call that asked for the request, takes them
         self._called: set[Hashable] = set()  # requests of calls of generate and stream
         self._closed = False
+        self._turn = threading.RLock()  # threads that call generate or stream take turns step by step
 
     # ---- requests, on the first rank ----
 
@@ -185,8 +187,9 @@ class Generator:
 
         An event has at least a token, or says how its request ended.
         """
-        self._advance()
-        return self._collect([event.uid for event in self._undelivered if event.uid not in self._called])
+        with self._turn:
+            self._advance()
+            return self._collect([event.uid for event in self._undelivered if event.uid not in self._called])
 
     def follow(self) -> None:
         """Take part in the steps of the first rank until it calls :meth:`close`."""
@@ -437,24 +440,27 @@ class Generator:
     def _call(self, uids: Collection[Hashable]) -> Iterator[set[Hashable]]:
         """A call that takes the events of ``uids``; it yields those that have not ended, to be kept so."""
         left = set(uids)
-        self._called |= left
+        with self._turn:
+            self._called |= left
         try:
             yield left
         finally:
-            self._leaving += left
-            try:
-                while (self._stopped or self._leaving) and not self._closed:  # pages before the others leave
-                    self._advance()
-            finally:
-                self._collect(uids)
-                self._called -= set(uids)
-            if self.team.size > 1 and not self._closed:
-                self._exchange(News(Kind.END))
+            with self._turn:
+                self._leaving += left
+                try:  # pages before the others leave
+                    while (self._stopped or self._leaving) and not self._closed:
+                        self._advance()
+                finally:
+                    self._collect(uids)
+                    self._called -= set(uids)
+                if self.team.size > 1 and not self._closed:
+                    self._exchange(News(Kind.END))
 
     def _events_of(self, uids: Collection[Hashable]) -> list[Event]:
         """The events of ``uids``: those that came in steps of others' calls, or else those of a step."""
-        found = self._collect(uids)
-        if not found:
-            self._advance()
+        with self._turn:
             found = self._collect(uids)
-        return found
+            if not found:
+                self._advance()
+                found = self._collect(uids)
+            return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ def pairs(
     prompts: Prompts, sampling: Sampling | Sequence[Sampling], model: Any, tokenizer: Any
 ) -> list[tuple[Prompt, Sampling]]:
     """Each prompt with its sampling; ``sampling`` may be one for all."""
-    single = prompts.ndim == 1 if isinstance(prompts, torch.Tensor) else isinstance(prompts, str)
-    if single or (not isinstance(prompts, Mapping) and len(prompts) and isinstance(prompts[0], int)):
-        raise ValueError("generate and score take a list of prompts; write [prompt] for one")
     if isinstance(prompts, Mapping):
         rows = _unpadded(prompts)
     else:
+        _refuse_single(prompts)
         rows = list(prompts)
         _refuse_padded(rows, model, tokenizer)
     if not isinstance(sampling, Sampling | list | tuple):
@@ -38,12 +37,33 @@ def pairs(
     return list(zip(rows, each, strict=True))
 
 
-def as_tokens(prompt: Sequence[int]) -> list[int]:
+def _refuse_single(prompts: Any) -> None:
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+        single = True
+    else:  # of a tensor with a row too many the row is refused
+        single = len(prompts) > 0 and (getattr(prompts, "ndim", 0) == 1 or _is_token(prompts[0]))
+    if single:
+        raise ValueError(
+            f"generate and score take a list of prompts; write [prompt] for one, got {prompts!r:.60}"
+        )
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def as_tokens(prompt: Any) -> list[int]:
     """The tokens of a prompt that is no text."""
-    found: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    if any(isinstance(t, bool) or not isinstance(t, int) for t in found):
-        raise ValueError(f"a prompt is a text or a list of whole numbers, got {str(found)[:60]}")
-    return [int(token) for token in found]
+    found = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(found, Mapping):
+        raise ValueError("a prompt is a text or a list of whole numbers, got a mapping; give its input_ids")
+    # the bytes of a text would be read as the numbers of tokens
+    if isinstance(found, bytes | bytearray) or not isinstance(found, Iterable):
+        raise ValueError(f"a prompt is a text or a list of whole numbers, got {found!r:.60}")
+    tokens = list(found)
+    if not all(map(_is_token, tokens)):
+        raise ValueError(f"a prompt is a text or a list of whole numbers, got {str(tokens)[:60]}")
+    return [int(token) for token in tokens]
 
 
 def _unpadded(batch: Mapping[str, Any]) -> list[Prompt]:
@@ -54,9 +74,11 @@ def _unpadded(batch: Mapping[str, Any]) -> list[Prompt]:
             "a mapping of prompts has input_ids, and attention_mask where they are padded; got"
             f" {sorted(batch)}"
         )
+    _refuse_single(batch["input_ids"])
     rows = [as_tokens(row) for row in batch["input_ids"]]
     if batch.get("attention_mask") is None:
         return list(rows)
+    _refuse_single(batch["attention_mask"])
     masks = [as_tokens(row) for row in batch["attention_mask"]]
     if [len(row) for row in rows] != [len(mask) for mask in masks]:
         raise ValueError("attention_mask has another shape than input_ids")
@@ -75,7 +97,7 @@ def _refuse_padded(rows: Sequence[Prompt], model: Any, tokenizer: Any) -> None:
     told = [tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)]
     pads = {pad for owner in told if isinstance(pad := getattr(owner, "pad_token_id", None), int)}
     ends = last_tokens(model) | {getattr(owner, "bos_token_id", None) for owner in told}
-    texts = [as_tokens(row) for row in rows]  # type: ignore[arg-type]
+    texts = [as_tokens(row) for row in rows]
     for pad in pads:
         some = [text for text in texts if any(token != pad for token in text)]
         for lines in (some, [text[::-1] for text in some]):

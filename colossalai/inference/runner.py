@@ -31,11 +31,15 @@ class Runner:
         self.model, self.team, self._watch = model, team, watch
         self.layers: dict[nn.Module, LayerPages] = {}
         self._configs: list[Any] = []
-        self._head = head_of(model) if team.is_last_stage else None
         self._names = set(argument_names(_native_forward(model)))
         self._rows: Tensor | None = None
         self.vocabulary = 0
         """How many scores a token has, as soon as the model has run."""
+
+    @property
+    def _head(self) -> nn.Module | None:
+        """The head of now: a model may get another one between calls."""
+        return head_of(self.model) if self.team.is_last_stage else None
 
     # ---- what it attends to ----
 
@@ -107,6 +111,11 @@ class Runner:
             return None
         scores = out if isinstance(out, Tensor) else out["logits"]
         scores = self._whole(scores)[0]
+        if rows is not None and len(scores) != len(rows):
+            raise RuntimeError(
+                f"{type(self.model).__name__} gave {len(scores)} rows of scores where {len(rows)} were asked"
+                " for: its head (get_output_embeddings()) is not the module that made them"
+            )
         self.vocabulary = scores.shape[-1]
         return scores
 
@@ -114,7 +123,8 @@ class Runner:
     def _ready(self) -> Iterator[None]:
         """The model in evaluation, with a head that is given the wanted rows alone."""
         training = [module for module in self._watch.modules if module.training]
-        hook = None if self._head is None else self._head.register_forward_pre_hook(self._select)
+        head = self._head
+        hook = None if head is None else head.register_forward_pre_hook(self._select)
         try:
             for module in training:
                 module.training = False

@@ -55,7 +55,8 @@ class Layout:
                 raise TypeError(
                     f"axes are given as a tuple or a set of names: write ({axes!r},), not {axes!r}"
                 )
-        named = [*self.sharded, *self.partial, *self.spread]
+        # not self.sharded: the lock of a cached property, in Python below 3.12, is no code for torch.compile
+        named = [*(axis for axes in self.dims for axis in axes), *self.partial, *self.spread]
         for axis in named:
             if named.count(axis) > 1:
                 raise ValueError(

@@ -93,10 +93,12 @@ def _needed(fan: Fan, which: str) -> int:
 
 
 def zeros_() -> Initializer:
+    """All 0."""
     return Initializer(partial(_constant, 0.0))
 
 
 def ones_() -> Initializer:
+    """All 1."""
     return Initializer(partial(_constant, 1.0))
 
 
@@ -114,6 +116,7 @@ def _uniform(a: float, b: float, fan_in: Fan, fan_out: Fan) -> Distribution:
 
 
 def normal_(mean: float = 0.0, std: float = 1.0) -> Initializer:
+    """Normal, with this mean and standard deviation."""
     return Initializer(partial(_normal, mean, std))
 
 

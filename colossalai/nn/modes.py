@@ -38,8 +38,7 @@ class TensorParallel:
     mode: str | None = None
     """The documented name of the mode."""
     weight_order: Order = "oi"
-    """How a linear stores its weight: the documents print (out, in) in 1D and (in, out) in the other
-    modes.
+    """How a linear stores its weight: (out, in) in 1D, as torch does, and (in, out) in the other modes.
     """
     keep_operands: bool = False
     """Whether products keep what they gathered for the backward pass."""
@@ -125,7 +124,7 @@ def mode_2d(q: int) -> TensorParallel:
 
 
 def mode_3d(q: int, keep_operands: bool = True) -> TensorParallel:
-    """``keep_operands`` is what the documents count, 6 (q - 1) / q^3; without it 8 of these, but less
+    """With ``keep_operands`` a product sends 6 (q - 1) / q^3 of a matrix; without it 8 of these, but less
     memory.
     """
     # The documented placement: X_ijl holds rows (i, j) and columns l; A_lji holds rows l and columns (j, i).

@@ -1,4 +1,4 @@
-"""The pipeline engines of the documents that were driven over RPC, as fronts of our own executor.
+"""The pipeline engines of older scripts that were driven over RPC, as fronts of our own executor.
 
 There are no RPC workers: as everywhere in this package, every rank of a launched job runs the script, builds
 its engine and takes part in each batch.  What the engines compute is the same; a script whose first rank

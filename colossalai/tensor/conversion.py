@@ -1,6 +1,6 @@
-"""From one sharding spec to another: the cheapest way, and the heuristic of the documents.
+"""From one sharding spec to another: the cheapest way, and the greedy heuristic.
 
-``ShapeConsistencyManager`` and ``LayoutConverter`` are its two documented fronts.
+``ShapeConsistencyManager`` and ``LayoutConverter`` are its two fronts.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ def assert_equal(a: Tensor, b: Tensor) -> None:
 
 
 def assert_not_equal(a: Tensor, b: Tensor) -> None:
+    """The tensors differ in their shape or in a value."""
     if a.shape == b.shape and torch.equal(a, b.to(a.device)):
         raise AssertionError(
             f"expected two tensors of shape {tuple(a.shape)} that differ, but they are equal"

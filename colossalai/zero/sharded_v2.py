@@ -90,7 +90,7 @@ def no_shard_zero_context(is_replicated: bool = True) -> Iterator[None]:
     yield
 
 
-no_shard_zero_decrator = no_shard_zero_context  # spelled as in the documents; it decorates functions, too
+no_shard_zero_decrator = no_shard_zero_context  # an older spelling; it decorates functions, too
 
 
 class ShardedModelV2(GeminiDDP):

@@ -24,7 +24,7 @@ _LONGEST = 240
 _WRAPPER = textwrap.TextWrapper(110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 _MORE = " ..."  # of words that were made short
 
-HEAD = """# Habits
+HEAD = """# Habits of scripts, under each plan
 
 What scripts do, and what comes of it under each plan. Every cell is computed: the habit runs on plain PyTorch
 with the joined batch and on 2 ranks under the plan, and losses, weights at the end, and all that the script

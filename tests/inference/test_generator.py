@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -558,6 +559,25 @@ def test_hooks_and_modules_of_now_are_used() -> None:
     found = [c.tokens for c in generator.generate(prompts(), GREEDY)]
     assert model.model.layers[1].mlp[1].training
     assert found == [greedy(model.eval(), prompt, 12) for prompt in prompts()]
+
+
+def test_a_head_of_now_is_used() -> None:
+    model = build("llama")
+    generator = Generator(model, page_size=4)
+    generator.generate(prompts(), GREEDY)
+    torch.manual_seed(5)
+    model.resize_token_embeddings(150, mean_resizing=False)
+    found = [completion.tokens for completion in generator.generate([*prompts(), [149]], GREEDY)]
+    assert found == [greedy(model, prompt, 12) for prompt in (*prompts(), [149])]
+
+
+def test_threads_that_generate_at_once_take_turns(model: Any) -> None:
+    generator = Generator(model, page_size=4)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: generator.generate([prompt, [5]], GREEDY), prompts()))
+    expected = [[greedy(model, prompt, 12), greedy(model, [5], 12)] for prompt in prompts()]
+    assert [[completion.tokens for completion in pair] for pair in found] == expected
+    assert generator.stats().pages_used == 0
 
 
 def test_the_precision_is_that_in_which_it_was_made(model: Any) -> None:

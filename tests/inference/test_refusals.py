@@ -7,6 +7,7 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -108,6 +109,8 @@ def test_what_is_no_model_on_one_device() -> None:
         TypeError, match=r"takes a model, got str 'facebook/opt-125m'; colossalai\.inference\.load_"
     ):
         Generator("facebook/opt-125m")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"DataParallel: give its \.module"):
+        Generator(torch.nn.DataParallel(build("llama")))
     with pytest.raises(ValueError, match="Sequential has no weights"):
         Generator(torch.nn.Sequential())
     model = build("llama")
@@ -133,6 +136,8 @@ def generator() -> Generator:
         ([5, 131], {}, "the prompt has the token 131, and this model knows 0 to 130"),
         ([5, -1], {}, "the prompt has the token -1"),
         ([5, 1.0], {}, "a list of whole numbers"),
+        (b"56", {}, "a list of whole numbers, got b'56'"),
+        ({"input_ids": [[5]]}, {}, "got a mapping; give its input_ids"),
         (
             [5] * 64,
             {},
@@ -164,13 +169,16 @@ def test_an_empty_text_is_an_empty_prompt() -> None:
 
 @pytest.mark.parametrize("call", ["generate", "score"])
 def test_one_prompt_is_not_a_list_of_prompts(generator: Generator, call: str) -> None:
-    for prompt in ("text", [5, 6], torch.tensor([5, 6])):
+    for prompt in ("text", b"text", [5, 6], torch.tensor([5, 6]), {"input_ids": [5, 6]}, None):
         with pytest.raises(ValueError, match=r"write \[prompt\] for one"):
             getattr(generator, call)(prompt)
     with pytest.raises(ValueError, match="2 prompts and 1 samplings"):
         generator.generate([[5], [6]], [Sampling()])
     with pytest.raises(TypeError, match="sampling is a Sampling"):
         generator.generate([[5], [6]], {"max_tokens": 3})  # type: ignore[arg-type]
+    rows = [np.array([5, 6]), [np.int64(5), np.int64(6)]]
+    first, second = generator.generate(rows, Sampling(max_tokens=3, temperature=0))  # type: ignore[arg-type]
+    assert first.tokens == second.tokens
     with pytest.raises(ValueError, match="a mapping of prompts has input_ids"):
         generator.generate({"ids": [[5]]})
     with pytest.raises(ValueError, match="attention_mask has another shape"):

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from colossalai.serving.front import RequestError, TextModel
 from colossalai.serving.http import Settings
-from colossalai.serving.http.answering import as_api_error
-from colossalai.serving.http.openai import _chat_logprobs
+from colossalai.serving.http.answering import PromptAnswer, as_api_error
+from colossalai.serving.http.openai import _chat_logprobs, _completion_logprobs
 from colossalai.serving.http.schemas import ChatMessage
 from colossalai.serving.http.server import patient
 from tests.serving.servers import Bytes, Here, Running, here, running, until_ready
@@ -94,6 +94,14 @@ def test_a_part_of_a_character_has_no_bytes_of_another_text() -> None:
     part, letter = _chat_logprobs(model, [(0xE2, -0.5, []), (0x61, -0.5, [])])["content"]
     assert (part["token"], part["bytes"]) == ("token_id:226", None)
     assert (letter["token"], letter["bytes"]) == ("a", [0x61])
+
+
+def test_tokens_of_one_text_keep_their_own_log_probabilities() -> None:
+    model: Any = TextModel(Mock(), Mock(decode=lambda tokens: "a"), max_length=8)  # " a" and "a" of LLaMA
+    (top,) = _completion_logprobs(model, PromptAnswer(logprobs=[(5, -2.0, [(7, -0.5), (5, -2.0)])]), ())[
+        "top_logprobs"
+    ]
+    assert top == {"a": -2.0, "token_id:7": -0.5}
 
 
 def test_openai_streams(server: Here) -> None:

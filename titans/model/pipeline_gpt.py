@@ -69,7 +69,7 @@ def _build(
     tied: bool,
 ) -> nn.Module:
     depth, sizes = _SIZES[size]
-    # the documents' pipelines train without dropout
+    # the named pipelines train without dropout
     plain: dict[str, Any] = {"dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
     return build_gpt_pipeline(
         depth,

@@ -230,7 +230,7 @@ class CheckpointIndexFile:
         """The paths of all shards, each once, in order."""
         return [str(self._root() / name) for name in dict.fromkeys(self.weight_map.values())]
 
-    get_checkpoint_fileanames = get_checkpoint_filenames  # as the documents spell it
+    get_checkpoint_fileanames = get_checkpoint_filenames  # an older spelling
 
     def contains_dtensor(self) -> bool:
         """Return whether a file name has a place for the numbers of ranks: tensors in pieces, which this

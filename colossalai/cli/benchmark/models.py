@@ -83,7 +83,7 @@ def _blocks(shape: ModelSizes, causal: bool) -> nn.Sequential:
 
 
 class Perceptron(nn.Module):
-    """The model of the documents: MLPs on an input of shape (batch, sequence, dimension)."""
+    """MLPs on an input of shape (batch, sequence, dimension)."""
 
     def __init__(self, shape: ModelSizes) -> None:
         super().__init__()

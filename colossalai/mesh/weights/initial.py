@@ -36,6 +36,8 @@ from colossalai.mesh.random import (
 
 @dataclass(frozen=True)
 class Constant:
+    """One value everywhere."""
+
     value: float = 0.0
 
     def numbers(self, key: int, index: Tensor) -> Tensor:
@@ -44,6 +46,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
+    """Uniform between ``low`` and ``high``."""
+
     low: float = 0.0
     high: float = 1.0
 
@@ -53,6 +57,8 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
+    """Normal, with this mean and standard deviation."""
+
     mean: float = 0.0
     std: float = 1.0
 

@@ -1,4 +1,4 @@
-"""``POST /generation`` in front of an ``AsyncEngine``, with the batches and the cache of the documents."""
+"""``POST /generation`` in front of an ``AsyncEngine``, with batches and a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colossalai.serving.http.settings import Settings
 from colossalai.serving.list_cache import ListCache, MissCacheError
 
 MAX_PROMPT = 512
-"""Tokens of a prompt; longer ones are cut, as the documents have it."""
+"""Tokens of a prompt; longer ones are cut."""
 
 
 class EngineText:

@@ -1,4 +1,4 @@
-"""``POST /generation``: the route of the documents, whose text is the prompt and its continuation."""
+"""``POST /generation``: the route of older clients, whose text is the prompt and its continuation."""
 
 from __future__ import annotations
 

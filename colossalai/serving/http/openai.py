@@ -256,12 +256,21 @@ def _completion_logprobs(
     for token, value, top in listed:
         tokens.append(model.piece(token))
         values.append(_finite(value))
-        tops.append({model.piece(t): _finite(v) for t, v in [(token, value), *top]})
+        tops.append(_by_text(model, [(token, value), *((t, v) for t, v in top if t != token)]))
     starts = []
     for text in tokens:
         starts.append(offset)
         offset += len(text)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
+
+
+def _by_text(model: TextModel, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by the texts of tokens; a text that was there already is that of another token."""
+    found: dict[str, float] = {}
+    for token, value in likely:
+        text = model.piece(token)
+        found[f"token_id:{token}" if text in found else text] = _finite(value)
+    return found
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""Distributed tensors as the documents name them: specs, layouts on a grid of devices, and conversion."""
+"""Distributed tensors by their older names: specs, layouts on a grid of devices, and conversion."""
 
 from colossalai.tensor.d_tensor.d_tensor import (
     DTensor,

@@ -1,4 +1,4 @@
-"""``Layout`` of the documents of distributed tensors: a spec with the grid and the tensor that it is for."""
+"""``Layout`` of distributed tensors: a spec with the grid and the tensor that it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ShardingSpec`` as the documents of distributed tensors name it: ``ShardingSpec(dim_size, ...)``."""
+"""``ShardingSpec`` of distributed tensors: ``ShardingSpec(dim_size, ...)``."""
 
 from colossalai.tensor.sharding_spec import (
     ALLGATHER_COST,

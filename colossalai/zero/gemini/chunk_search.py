@@ -172,8 +172,7 @@ def search_chunk_configuration(
     """Return chunk sizes in elements by the number of ranks, all elements of parameters, and those wasted.
 
     ``search_interval_byte`` is the step of the search.  With ``strict_ddp_flag`` chunks stay whole on every
-    rank.  ``memstas`` (memory statistics) is accepted because the documents name it; the size does not depend
-    on it.
+    rank.  ``memstas`` (memory statistics) is an older argument, on which the size does not depend.
     """
     check_search(search_range_mb, search_interval_byte, min_chunk_size_mb)
     config: dict[int, dict[str, Any]] = {}

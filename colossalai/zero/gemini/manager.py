@@ -119,7 +119,7 @@ class GeminiManager:
         self._stale: set[int] = set()
         self._present_bytes = 0
 
-    # What the documents name
+    # What older scripts ask for
 
     @property
     def default_device(self) -> torch.device:

@@ -48,10 +48,14 @@ class PlacementPolicy:
 
 
 class CPUPlacementPolicy(PlacementPolicy):
+    """Chunks rest on the host."""
+
     name = "cpu"
 
 
 class CUDAPlacementPolicy(PlacementPolicy):
+    """Chunks rest on the device that computes."""
+
     name = "cuda"
     rests_on_compute = True
 

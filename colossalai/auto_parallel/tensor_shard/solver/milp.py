@@ -142,7 +142,7 @@ def highs(flat: FlatGraph, budget: float | None, gap: float, time_limit: float |
 
 
 def cbc(flat: FlatGraph, budget: float | None, gap: float, time_limit: float | None) -> MilpAnswer:
-    """Solve with CBC through PuLP, as the documents do."""
+    """Solve with CBC through PuLP."""
     if (known := _without_choice(flat, budget)) is not None:
         return known
     try:
