@@ -46,12 +46,16 @@ def test_outputs_come_in_their_order(tmp_path: Path) -> None:
         run(_page(_block("print('one')\nprint('two')") + shown + RUN), tmp_path)
 
 
+EXCUSED = "<!-- doc-test-ignore-start: a reason -->\n"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (_block("pass"), "no doc-test-command runs this block"),
         ("```sh\nrm -rf runs\n```\n", "is not run by the page"),
-        ("```sh\ncolossalai run --procs 2 page.py\n```\n", "No such option '--procs'"),
+        ("```sh\ncolossalai run --nproc_per_node 2 page.py\n```\n", "is not run by the page"),
+        (EXCUSED + "```sh\ncolossalai run --procs 2 page.py\n```\n", "No such option '--procs'"),
         ("<!-- doc-test-ignore-start -->\n" + _block("pass"), "needs a reason"),
     ],
 )
