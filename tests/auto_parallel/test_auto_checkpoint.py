@@ -120,6 +120,15 @@ def test_stored_micro_batches() -> None:
     assert len(set(plan.modes.values())) > 1
 
 
+def test_a_second_plan_is_the_first() -> None:
+    """What the first steps show of the blocks is known when their bytes are counted."""
+    model = gpt2()
+    first, second = (CheckpointPlanner(model, BATCH, device="cpu").played for _ in range(2))
+    assert {mode: line.pieces for mode, line in first.items()} == {
+        mode: line.pieces for mode, line in second.items()
+    }
+
+
 def test_one_line_and_its_report() -> None:
     model = gpt2()
     need = CheckpointPlanner(model, BATCH, device="h100").whole
@@ -159,9 +168,11 @@ def test_bad_input_leaves_the_model_alone() -> None:
         r"blocks is a list of names of modules, got \[\]": {"blocks": []},
         "stored is a number of micro-batches, at least 1, got 0": {"stored": 0},
         "autocast is a dtype such as torch.bfloat16, or None, got True": {"autocast": True},
+        r"autocast is a dtype .* got torch.int32": {"autocast": torch.int32},
         "optimizer is an optimizer of this model, not its class": {"optimizer": torch.optim.Adam},
         "plugin is a plugin of colossalai.booster, got 'gemini'": {"plugin": "gemini"},
         "time_limit is a number of seconds above 0, got 0": {"time_limit": 0},
+        "time_limit is a number of seconds above 0, got 'long'": {"time_limit": "long"},
         r"a batch is \(data, label\), or a dict with 'labels', got 3 items": {
             "batch": (IDS, IDS, IDS),
             "criterion": nn.CrossEntropyLoss(),
@@ -176,8 +187,17 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, batch, "1 GiB", device="abacus")
     assert type(model.transformer.h[0]).__mro__[1] is not type(model.transformer.h[0])
     assert not any(hasattr(block, "recompute") for block in model.transformer.h)
+    with pytest.raises(ValueError, match="it returns no tensor that depends on a trained parameter"):
+        auto_checkpoint(nn.Sequential(nn.Linear(4, 4), Detached()), torch.rand(2, 4), "1 GiB")
+    with torch.no_grad():
+        assert auto_checkpoint(gpt2(), batch, "1 GiB").timeline.backward
     with pytest.raises(ValueError, match="is trained"):
         auto_checkpoint(model.requires_grad_(False), batch, "1 GiB")
+
+
+class Detached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
 
 
 class ReadsValues(nn.Module):

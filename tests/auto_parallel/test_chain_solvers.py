@@ -156,6 +156,11 @@ def test_chen_cuts_into_segments() -> None:
     assert sequence.cost(chain) <= chain.sum_time + sum(chain.ftime)
 
 
+def test_whole_seconds() -> None:
+    chain = Chain([1, 1], [1, 1], [1, 1, 1], [2, 2])
+    assert CheckpointSolverRotor(chain).solve().cost(chain) == 4
+
+
 def test_curve_of_a_long_chain_falls() -> None:
     chain = random_chain(random.Random(0), 40)
     curve = CheckpointSolverRotor(chain, memory_slots=200).curve()
@@ -169,6 +174,9 @@ def test_bad_chains_and_budgets() -> None:
     chain = random_chain(random.Random(1), 3)
     with pytest.raises(ValueError, match="the least that one needs is about"):
         CheckpointSolverRotor(chain, 1).solve()
+    for size in ("5", float("nan"), 0):
+        with pytest.raises(ValueError, match=f"number of bytes, or -1 for any, got {size!r}"):
+            CheckpointSolverRotor(chain, size)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"torch\.fx\.Graph"):
         CheckpointSolverRotor(nn.Linear(2, 2))
 

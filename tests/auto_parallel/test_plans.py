@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossalai.auto_parallel.checkpoint import Arguments, CheckpointPlanner, auto_checkpoint
 from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.booster import Booster
-from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.launchers import launch_from_torch
 from colossalai.nn import parallelize
 from colossalai.nn.optimizer import HybridAdam
@@ -151,6 +151,48 @@ def test_gemini_shares_one_budget() -> None:
 
 def test_with_booster() -> None:
     spawn(_plugins, 2)
+
+
+class Scaled(nn.Module):
+    """A block with weights of its own, of which one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.shift = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.linear(x) + self.shift)
+
+
+def _own_weights(rank: int, world_size: int, port: int) -> None:
+    """In a region, weights of the blocks themselves are fetched; FSDP2 would not, and refuses."""
+    launch_from_torch({}, backend="gloo")
+    names = [str(number) for number in range(6)]
+    found = []
+    for grouped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Scaled() for _ in range(4)), nn.Linear(16, 16), nn.Linear(16, 16))
+        if grouped:
+            set_modes(model, dict.fromkeys(names, "keep"), [names[:5], names[1:3]])
+            with pytest.raises(ValueError, match=r"one block at a time, but '0' .* regions=False"):
+                Booster(plugin=TorchFSDPPlugin()).boost(model)
+        chunks = {"min_chunk_size_mb": 0.0005, "search_range_mb": 0.001, "precision": "fp32"}
+        booster = Booster(plugin=GeminiPlugin(placement_policy="cpu", **chunks))
+        boosted, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+        for step in range(3):
+            torch.manual_seed(step + rank)
+            loss = boosted(torch.randn(8, 16)).square().mean()
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+    assert found[:3] == found[3:]
+
+
+def test_own_weights_of_blocks_in_regions() -> None:
+    spawn(_own_weights, 2)
 
 
 def _cut(rank: int, world_size: int, port: int) -> None:

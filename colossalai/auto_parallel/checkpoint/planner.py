@@ -131,7 +131,7 @@ class CheckpointPlanner:
             if mode == "offload" and self.step.device is DEVICES["cpu"]:
                 continue  # the device is the host
             try:
-                if mode == "selective":  # the first step shows which products the second run does not need
+                if self._learns(mode):
                     self._play(dict.fromkeys(self.blocks, mode))
                 line = (self._play if played else self._play_or_run)(dict.fromkeys(self.blocks, mode))
             except Exception as error:
@@ -152,6 +152,13 @@ class CheckpointPlanner:
             )
         self.blocks = {name: b for name, b in self.blocks.items() if name in played["keep"].calls}
         return played
+
+    def _learns(self, mode: str) -> bool:
+        """Whether the first step with all blocks in ``mode`` differs from those that follow: it shows which
+        products a second run does not need, and which blocks leave their inputs alone.
+        """
+        known = all(can_be_grouped(block) for block in self.blocks.values())
+        return mode == "selective" or (mode == "full" and not known)
 
     def _does_not_fit(self, error: Exception) -> ValueError:
         return ValueError(
@@ -277,8 +284,10 @@ class CheckpointPlanner:
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
         budget = _bytes("memory", memory)
-        if time_limit <= 0:
-            raise ValueError(f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit}")
+        if not isinstance(time_limit, (int, float)) or not time_limit > 0:
+            raise ValueError(
+                f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
+            )
         resting = self._resting(budget)
         try:
             judged, peak, seconds = self._find(budget - resting, time_limit)
@@ -311,6 +320,8 @@ class CheckpointPlanner:
         found = [(float("inf"), 0)]
         for part in range(_PARTS + 1):
             resting = share.movable * part // _PARTS
+            if budget - resting < self.least[2]:
+                break
             choice = self.search.predicted(budget - resting - self.unseen)
             if choice is not None:
                 found.append((choice.seconds + self._travel(resting), resting))
@@ -466,7 +477,7 @@ def _check(stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: An
         ),
         "autocast is a dtype such as torch.bfloat16, or None": (
             autocast,
-            autocast is None or isinstance(autocast, torch.dtype),
+            autocast is None or (isinstance(autocast, torch.dtype) and autocast.is_floating_point),
         ),
         "optimizer is an optimizer of this model, not its class": (
             optimizer,

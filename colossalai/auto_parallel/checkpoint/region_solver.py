@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from colossalai.auto_parallel.checkpoint.mode_solver import Choice, ModeProblem, ModeStage
+from colossalai.auto_parallel.checkpoint.rotor import times_from, times_less
 
 _LONGEST = 24
 _SLOTS = 2000
@@ -126,17 +127,17 @@ class RegionSolver:
         found = []
         for mode, cost in stage.costs.items():
             need = max(cost.forward, cost.backward, cost.kept + stage.between) - self._ground
-            time = cost.seconds + _less(self._rest[first + 1], self._size(cost.kept))
-            found.append(_Option(_from(self._size(need), time), mode))
+            time = cost.seconds + times_less(self._rest[first + 1], self._size(cost.kept))
+            found.append(_Option(times_from(self._size(need), time), mode))
         for stop in range(first + 2, len(self._stages) + 1):
             if (first, stop - 1) not in self._inside:
                 break
             kept = self._size(self._inner[first].input)
             again = sum(self._again[first:stop])
             after = self._rest[stop]
-            time = again + _less(after, kept) + _less(self._inside[first, stop - 1], kept)
+            time = again + times_less(after, kept) + times_less(self._inside[first, stop - 1], kept)
             need = self._inner[first].input + self._first_pass(first, stop) - self._ground
-            found.append(_Option(_from(self._size(need), time), stop=stop))
+            found.append(_Option(times_from(self._size(need), time), stop=stop))
         return found
 
     def _first_pass(self, first: int, stop: int) -> int:
@@ -155,17 +156,17 @@ class RegionSolver:
         need = max(base + cost.keeping, cost.base + cost.kept - cost.input + cost.backward) - self._ground
         own = self._stages[first].costs["keep"].seconds
         if first == last:
-            return [_Option(_from(self._size(need), np.full(self._slots + 1, own)), "keep")]
-        after = _less(self._inside[first + 1, last], self._kept_inside(first))
-        found = [_Option(_from(self._size(need), own + after), "keep")]
+            return [_Option(times_from(self._size(need), np.full(self._slots + 1, own)), "keep")]
+        after = times_less(self._inside[first + 1, last], self._kept_inside(first))
+        found = [_Option(times_from(self._size(need), own + after), "keep")]
         passing = again = 0.0
         for stop in range(first + 1, last + 1):
             one = self._inner[stop - 1]
             passing = max(passing, (one.input if stop - 1 > first else 0) + one.passing)
             again += self._again[stop - 1]
-            rest = _less(self._inside[stop, last], self._size(self._inner[stop].input))
+            rest = times_less(self._inside[stop, last], self._size(self._inner[stop].input))
             time = again + rest + self._inside[first, stop - 1]
-            found.append(_Option(_from(self._size(base + int(passing) - self._ground), time), stop=stop))
+            found.append(_Option(times_from(self._size(base + int(passing) - self._ground), time), stop=stop))
         return found
 
     def _kept_inside(self, block: int) -> int:
@@ -184,18 +185,3 @@ def _least(options: list[_Option]) -> np.ndarray:
 
 def _fastest(options: list[_Option], slots: int) -> _Option:
     return min(options, key=lambda option: float(option.time[slots]))
-
-
-def _from(need: int, time: np.ndarray) -> np.ndarray:
-    """``time``, where there are fewer slots than needed infinite."""
-    time = time.copy()
-    time[: min(need, len(time))] = np.inf
-    return time
-
-
-def _less(time: np.ndarray, slots: int) -> np.ndarray:
-    """Times where so many slots are taken already."""
-    shifted = np.full_like(time, np.inf)
-    if slots < len(time):
-        shifted[slots:] = time[: len(time) - slots]
-    return shifted

@@ -138,12 +138,12 @@ class _Table:
         gradients = self._x[s + 1] + self._x[s] + self._btmp[s]
         need = self._xbar[s] + max(self._x[t + 1] + self._ftmp[s], gradients)
         if s == t:
-            return [(-1, self._from(need, np.full(self.slots + 1, own)))]
-        found = [(-1, self._from(need, own + self._less(self._time[s + 1, t], self._xbar[s])))]
+            return [(-1, times_from(need, np.full(self.slots + 1, float(own))))]
+        found = [(-1, times_from(need, own + times_less(self._time[s + 1, t], self._xbar[s])))]
         for kept in range(s + 1, t + 1):
             ahead = self._until[kept] - self._until[s]
-            time = ahead + self._less(self._time[kept, t], self._x[kept]) + self._time[s, kept - 1]
-            found.append((kept, self._from(self._pass(s, kept, t), time)))
+            time = ahead + times_less(self._time[kept, t], self._x[kept]) + self._time[s, kept - 1]
+            found.append((kept, times_from(self._pass(s, kept, t), time)))
         return found
 
     def _pass(self, s: int, kept: int, t: int) -> int:
@@ -151,18 +151,6 @@ class _Table:
         first = self._x[s + 1] + self._ftmp[s]
         others = [self._x[j] + self._x[j + 1] + self._ftmp[j] for j in range(s + 1, kept)]
         return self._x[t + 1] + max([first, *others])
-
-    def _from(self, need: int, time: np.ndarray) -> np.ndarray:
-        time = time.copy()
-        time[: max(0, min(need, len(time)))] = np.inf
-        return time
-
-    def _less(self, time: np.ndarray, slots: int) -> np.ndarray:
-        """Times where so many slots are taken already."""
-        shifted = np.full_like(time, np.inf)
-        if slots < len(time):
-            shifted[slots:] = time[: len(time) - slots]
-        return shifted
 
     def schedule(self, s: int, t: int, slots: int, sequence: Sequence, is_last: bool = False) -> None:
         """Append the operations of the fastest way to compute stages s to t."""
@@ -179,6 +167,21 @@ class _Table:
         sequence.extend([ForwardNograd(j) for j in range(s + 1, kept)])
         self.schedule(kept, t, slots - self._x[kept], sequence, is_last)
         self.schedule(s, kept - 1, slots, sequence)
+
+
+def times_from(need: int, time: np.ndarray) -> np.ndarray:
+    """``time``, where there are fewer slots than needed infinite."""
+    time = time.copy()
+    time[: max(0, need)] = np.inf
+    return time
+
+
+def times_less(time: np.ndarray, slots: int) -> np.ndarray:
+    """Times where so many slots are taken already."""
+    shifted = np.full_like(time, np.inf)
+    if slots < len(time):
+        shifted[slots:] = time[: len(time) - slots]
+    return shifted
 
 
 def regions_of(sequence: Sequence, stages: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -38,9 +39,10 @@ class CheckpointSolverBase(ABC):
                 f"{type(self).__name__} takes a Chain, or a torch.fx.Graph whose nodes have meta['val'], got"
                 f" {type(graph).__name__}"
             )
-        if free_memory != -1 and free_memory <= 0:
+        is_number = isinstance(free_memory, (int, float)) and math.isfinite(free_memory)
+        if not is_number or (free_memory != -1 and free_memory <= 0):
             raise ValueError(
-                f"{type(self).__name__}: free_memory is a number of bytes, or -1 for any, got {free_memory}"
+                f"{type(self).__name__}: free_memory is a number of bytes, or -1 for any, got {free_memory!r}"
             )
         self.graph, self.cnode, self.optim_multiplier = graph, cnode or [], optim_multiplier
         self.stages: GraphStages | None = None

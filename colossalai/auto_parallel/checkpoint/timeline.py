@@ -119,6 +119,8 @@ class TrainingStep:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
         floats = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if not floats:
+            raise ValueError("it returns no tensor that depends on a trained parameter")
         return torch.stack([t.sum().float() for t in floats]).sum()
 
     def autocasts(self, device: str) -> Any:
@@ -126,8 +128,11 @@ class TrainingStep:
 
     def play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The timeline of this step, with ``blocks`` as they are."""
-        if not self.is_played:
-            return self._run(blocks)
+        with torch.inference_mode(False), torch.enable_grad():  # also of a plan that is made without
+            return self._play(blocks) if self.is_played else self._run(blocks)
+
+    def _play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
+        """The same on the meta device."""
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
@@ -153,7 +158,7 @@ class TrainingStep:
             return recorder.timeline
 
     def _run(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
-        """The same on the model's own device, with values; only the optimizer's step is played."""
+        """The same on the model's own device, with values; the optimizer's step is on the meta device."""
         place = next(p.device for p in self.model.parameters())
         batch = tree_map_only(Tensor, lambda t: t.to(place), self.batch)
         states, step = self._stepped()

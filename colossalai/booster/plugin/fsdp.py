@@ -38,6 +38,7 @@ from colossalai.interface import OptimizerWrapper, user_module
 from colossalai.mesh import placement
 from colossalai.mesh.weights.deferred import fill_deferred, recording_of
 from colossalai.mesh.weights.initial import give_storage
+from colossalai.nn.checkpoint_blocks import RecomputedBlock
 from colossalai.utils import copy_tensor_parallel_attributes
 from colossalai.utils.parallel import broadcast_from_first
 
@@ -94,6 +95,16 @@ def _strategy(strategy: Any) -> tuple[bool | None, bool]:
     hybrid = strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
     keep = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
     return (False if keep else None), hybrid
+
+
+def _check_regions(module: nn.Module) -> None:
+    """Refuse blocks that are computed again together: FSDP2 gathers weights before a block's own passes."""
+    for name, part in module.named_modules():
+        if isinstance(part, RecomputedBlock) and part.regions:
+            raise ValueError(
+                f"TorchFSDPPlugin gathers the weights of one block at a time, but {name!r} is computed again"
+                " together with others; plan with auto_checkpoint(..., regions=False)"
+            )
 
 
 def _check_prefetch(prefetch: Any) -> None:
@@ -261,6 +272,7 @@ class TorchFSDPPlugin(DPPluginBase):
 
         check_hooks(module)
         _check_dense(module)
+        _check_regions(module)
         refuse_local_numbers()
         _check_masters(optimizer)
         raw = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer

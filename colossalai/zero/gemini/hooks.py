@@ -37,6 +37,7 @@ from colossalai.mesh import own_grad
 from colossalai.mesh._compat import at_end_of_task, current_task
 from colossalai.mesh.backward import before_backward, when_known
 from colossalai.mesh.uncounted_writes import is_watched, sums_of_bits
+from colossalai.utils.activation_checkpoint import is_repeated
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_filling import lost_write
 from colossalai.zero.gemini.manager import GeminiManager
@@ -255,6 +256,8 @@ class ModuleHooks:
     def touch(self, param: nn.Parameter) -> None:
         """Access ``param``, which is read while the innermost call on the stack runs."""
         if not self.stack:
+            if is_repeated():
+                self._touch_again(param)
             return
         call = self.stack[-1]
         chunk, slot = self.chunks.get_chunk(param), self.chunks.get_slot(param)
@@ -264,6 +267,22 @@ class ModuleHooks:
             call.unit.add(slot, chunk)
         self.manager.access([chunk], [slot], call, call.unit.name)
         self._note_bits(call, [slot])
+
+    def _touch_again(self, param: nn.Parameter) -> None:
+        """Access ``param`` until it has its gradient: a block that is computed again reads it.
+
+        The weights of a block that runs again alone are there, since its backward pass begins with that.  Of
+        several blocks that run again together, only the last has its own.
+        """
+        chunk, slot = self.chunks.get_chunk(param), self.chunks.get_slot(param)
+        task = current_task()
+        if chunk.resident or slot.users or task == -1:
+            return
+        unit = HookedModule(slot.name)
+        unit.add(slot, chunk)
+        call = ModuleCall(unit, 0, task=task, waiting={slot} if slot.trained else set())
+        self.held[call] = None
+        self.manager.access(unit.moving, unit.slots, call, f"the second forward pass with {slot.name}")
 
     # Backward
 
