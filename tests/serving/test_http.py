@@ -158,6 +158,12 @@ def test_openai_chats(server: Here) -> None:
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, "best_of is not offered"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not offered"),
         ("/v1/completions", {"prompt": "x", "top_k": -2}, 400, "top_k"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "max_new_tokens": 2},
+            400,
+            "no max_new_tokens; .* max_tokens here",
+        ),
         ("/v1/completions", {"prompt": "x", "n": 65}, 400, "65 answers"),
         ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed"),
         ("/v1/completions", {"prompt": "x", "temperature": 1e30}, 400, "temperature"),

@@ -38,6 +38,11 @@ from colossalai.utils.text import bytes_of
 MetaArgs = Mapping[str, Any] | Sequence[Any] | Tensor
 SearchOptions = Mapping[str, Any]
 """Options of :func:`solve_solution`."""
+_SEARCH = (
+    "activation_checkpoint",
+    "optimizer_states",
+    *(p.name for p in inspect.signature(solve_strategies).parameters.values() if p.kind is p.KEYWORD_ONLY),
+)
 
 
 def autoparallelize(
@@ -136,6 +141,10 @@ def initialize_model(
     """
     options = SolverOptions(solver_preference, dataloader_option, shard_option)  # type: ignore[arg-type]
     _check_arguments(memory_budget, save_solver_solution, load_solver_solution, solution_path)
+    if unknown := sorted(set(search) - {*_SEARCH}):
+        raise TypeError(
+            f"autoparallelize has no option {unknown[0]!r}; those of its search are {', '.join(_SEARCH)}"
+        )
     if device_mesh.num_devices == 1:
         return (model, []) if return_solution else model
     ranks = MeshRanks(device_mesh.mesh)
@@ -255,7 +264,10 @@ def extract_meta_args_from_dataloader(
 def _budget(memory_budget: float | str) -> float | None:
     """The bytes that were asked for; None for any."""
     if isinstance(memory_budget, str):
-        found: float = bytes_of(memory_budget)
+        try:
+            found: float = bytes_of(memory_budget)
+        except ValueError as error:
+            raise ValueError(f"memory_budget={memory_budget!r}: {error}") from None
     elif isinstance(memory_budget, (int, float)) and not isinstance(memory_budget, bool):
         found = memory_budget
     else:
@@ -292,6 +304,11 @@ def _trace(model: nn.Module, meta_args: MetaArgs) -> OpGraph:
         return trace_model(model, **meta_args)
     if isinstance(meta_args, Tensor):
         return trace_model(model, meta_args)
+    if not isinstance(meta_args, Sequence) or isinstance(meta_args, str):
+        raise ValueError(
+            f"meta_args={meta_args!r}; expected a dict of the arguments of forward, a sequence of them, or"
+            " one tensor"
+        )
     return trace_model(model, *meta_args)
 
 

@@ -65,6 +65,18 @@ _NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 """What OpenAI has and this server has not, with the values that ask for nothing."""
 
 
+_ELSEWHERE = {
+    "max_new_tokens": "max_tokens",
+    "inputs": "prompt",
+    "do_sample": "temperature (0 draws nothing)",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    "num_return_sequences": "n",
+}
+"""What other servers and libraries call a field."""
+
+
 class Common(Body):
     """What completions and chats have alike."""
 
@@ -96,6 +108,8 @@ class Common(Body):
             same = any(value == one and type(value) is not bool for one in neutral)
             if not same and not (name == "best_of" and value == data.get("n")):
                 raise ValueError(f"{name} is not offered by this server; leave it out")
+        for name in _ELSEWHERE.keys() & (data if isinstance(data, dict) else {}):
+            raise ValueError(f"there is no {name}; it is called {_ELSEWHERE[name]} here")
         return data
 
     @field_validator(

@@ -102,7 +102,9 @@ def _refusals(rank: int, world_size: int, port: int, file: str) -> None:
     for budget in (0, True, None, float("nan"), float("inf"), -2):
         refused(ValueError, f"memory_budget={budget}; expected bytes, a text such as", memory_budget=budget)
     refused(InfeasibleBudgetError, r"memory_budget=100 bytes: the smallest plan", memory_budget="100 B")
-    refused(ValueError, "a size is a number of bytes, or a text such as '20 GiB'", memory_budget="much")
+    refused(ValueError, "memory_budget='much': a size is a number of bytes, or a text", memory_budget="much")
+    refused(TypeError, "autoparallelize has no option 'speed'; those of its search are .*gap", speed=2)
+    refused(ValueError, "meta_args=7; expected a dict of the arguments of forward", 7)
     refused(ValueError, r"mesh_shape \(2, 2\) has 4 places", logical_mesh_shape=(2, 2))
     refused(ValueError, "meta_args names 'y'", {"y": torch.empty(8, 16)})
     refused(ValueError, "they do not fit the model.*reduction dim", {"x": torch.empty(8, 17)})

@@ -279,6 +279,7 @@ class WritesInPlace(nn.Module):
         self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), nn.BatchNorm1d(8)
         self.table = nn.Embedding(8, 8, max_norm=1.0)
         self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros(8))
         self.register_buffer("seen", torch.zeros(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -289,7 +290,9 @@ class WritesInPlace(nn.Module):
         turned.relu_()
         filled = torch.zeros_like(x)
         filled[:, :4] = self.b(y)
-        self.mean = 0.9 * self.mean + 0.1 * y.mean(0).detach()
+        with torch.no_grad():
+            self.steps.add_(1)
+            self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1).mul_(self.steps)
         self.seen[:, 1:3] += 1
         z = self.norm(self.a(filled) + self.table(torch.arange(8)) + turned * self.seen)
         z += y

@@ -112,7 +112,7 @@ def plan_graph(graph: OpGraph) -> PlanGraph:
             if any(info.requires_grad for info in op.outputs):
                 into = (sources[n].info for n in written_arguments(node) if n in sources)
                 learning |= {info.memory for info in into if info is not None}
-    writes = find_writes(nodes, result)
+    writes = find_writes(nodes, result, {*graph.parameters, *graph.inputs})
     for name in writes.whole:
         nodes[name].letters, nodes[name].why_whole = None, "memory that is written in place has views"
     return PlanGraph(graph, nodes, dict(graph.inputs), result, writes)

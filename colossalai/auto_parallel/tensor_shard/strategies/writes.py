@@ -8,7 +8,7 @@ chain like that of ``relu_`` after a product has no views and may be cut like an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,8 +56,13 @@ class _Step:
         return self.results & {memory for _, memory in self.operands}
 
 
-def find_writes(nodes: Mapping[str, PlanNode], results: Sequence[Source]) -> Writes:
-    """The demands of all operations, which are given in order, and of what is handed out at the end."""
+def find_writes(
+    nodes: Mapping[str, PlanNode], results: Sequence[Source], lasting: Collection[str] = ()
+) -> Writes:
+    """The demands of all operations, which are given in order, and of what is handed out at the end.
+
+    Memory that is ``lasting``, of buffers and inputs, is looked at after all of them.
+    """
     steps = [_step(node) for node in nodes.values()]
     last = {memory: i for i, step in enumerate(steps) for memory in step.writes}
     if not last:
@@ -79,8 +84,8 @@ def find_writes(nodes: Mapping[str, PlanNode], results: Sequence[Source]) -> Wri
             uses[source.info.memory].append((len(steps), source.name))
     for i, step in enumerate(steps):
         for number in step.written:
-            source, memory = step.operands[number]
-            if source.kind != "node" or _is_seen(steps, i, uses[memory]):
+            memory = step.operands[number][1]
+            if memory in lasting or _is_seen(steps, i, uses[memory]):
                 fixed.add((step.name, number))
     return Writes(frozenset(fixed), frozenset(whole), frozenset(whole_results))
 
