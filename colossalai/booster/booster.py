@@ -48,7 +48,7 @@ from colossalai.mesh.weights.meta_models import defer_meta, draws_itself, is_cut
 from colossalai.nn.policies.stages.stage import ModelStage
 from colossalai.pipeline.chunks import with_chunks
 from colossalai.utils.boosted import is_boosted, mark_boosted
-from colossalai.utils.dataloader import check_not_empty
+from colossalai.utils.dataloader import check_not_empty, data_parallel_place, warn_if_undivided
 from colossalai.utils.parallel import mesh_of_model, raised_together
 
 
@@ -165,6 +165,7 @@ class Booster:
         )
         check_supported(wanted)
         warn_of_replicas(wanted)
+        warn_if_undivided("the dataloader of boost", dataloader, self._readers)
         mesh = mesh_of_model(raw_model)
         self._gather_if_shared(raw_model)
         if any(map(is_on_meta, user_module(model).parameters())) and self._draws_meta(model):
@@ -192,6 +193,13 @@ class Booster:
         mark_boosted(raw_model, raw_optimizer)
         self._runs.add(model, optimizer, lr_scheduler, dataloader)
         return Boosted(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    @property
+    def _readers(self) -> int:
+        """How many ranks train on samples of their own."""
+        if isinstance(self.plugin, DPPluginBase):
+            return self.plugin.world_size
+        return data_parallel_place()[1] if self.averaged_over else 1
 
     def _gather_if_shared(self, model: nn.Module) -> None:
         """Let files be those of the serial model if the ranks share ``model``, whatever was launched."""

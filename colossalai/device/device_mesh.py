@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from colossalai.mesh import AxisLink, GroupMesh
 from colossalai.mesh.collectives import Kind
+
+if TYPE_CHECKING:
+    from colossalai.device.presets import DevicePreset
 
 # The documents add these to every cost, so that of collectives that would cost the same, a strategy takes the
 # one with the smaller number.  They are no seconds, so the links of ``links`` do not have them.
@@ -56,6 +60,8 @@ class DeviceMesh:
         self.logical_mesh_id = _logical(self.physical_mesh_id, mesh_shape, logical_mesh_id)
         self.mesh_alpha = _per_axis("mesh_alpha", mesh_alpha, self.logical_mesh_id.ndim)
         self.mesh_beta = _per_axis("mesh_beta", mesh_beta, self.logical_mesh_id.ndim)
+        self.cpu: DevicePreset | None = None
+        """How fast its CPUs are, where that was measured."""
         self.convert_map: dict[int, list[int]] = {
             int(self.logical_mesh_id[place]): list(place)
             for place in (tuple(p) for p in torch.ones(self.shape).nonzero().tolist())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.device.presets import COMPUTE_PART, DEVICES, MEMORY_PART, DevicePreset
 from colossalai.mesh import AxisLink, Mesh, collectives
 from colossalai.mesh.collectives import Kind, Transfer
 
@@ -65,6 +66,40 @@ def measure_links(mesh: Mesh, timing: Timing | None = None) -> dict[str, AxisLin
         exchange = measure_axis(mesh, axis, "all_to_all", timing)[1]
         found[axis] = AxisLink(ranks, alpha, beta, exchange)
     return found
+
+
+def measure_cpu(mesh: Mesh, seconds: float = 0.04) -> DevicePreset:
+    """How fast a rank's CPU computes while all do, on average; every rank of the mesh calls it.
+
+    Ranks of one host share its cores, so one of them by itself would be faster than it is in training.
+    """
+    a, b = torch.ones(256, 256), torch.ones(2**20)
+    products, copied = torch.empty_like(a), torch.empty_like(b)
+    rates = [
+        _rate(mesh, lambda: torch.mm(a, a, out=products), 2 * 256**3, seconds),
+        _rate(mesh, lambda: copied.copy_(b), 2 * b.nbytes, seconds),
+    ]
+    mean = torch.tensor(rates, dtype=torch.float64)
+    for axis, ranks in mesh.size.items():
+        mean = collectives.all_reduce(mean, mesh, axis) / ranks
+    # a preset has the peak, of which kernels reach a part
+    known = DEVICES["cpu"]
+    single, memory = (
+        float(rate) / part for rate, part in zip(mean, (COMPUTE_PART, MEMORY_PART), strict=True)
+    )
+    return replace(known, half=single, single=single, memory=memory)
+
+
+def _rate(mesh: Mesh, work: Callable[[], object], amount: int, seconds: float) -> float:
+    """How much is done in a second, while all ranks do the same."""
+    work()
+    for axis in mesh.axes:
+        collectives.all_reduce(torch.zeros(1), mesh, axis)  # all begin together
+    begin, count = time.perf_counter(), 0
+    while (taken := time.perf_counter() - begin) < seconds:
+        work()
+        count += 1
+    return max(count, 1) * amount / taken
 
 
 def fit_alpha_beta(latency: float, points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -36,6 +36,10 @@ class ClusterPreset:
         )
 
 
+COMPUTE_PART, MEMORY_PART = 0.7, 0.8
+"""What kernels reach of the peaks of a device."""
+
+
 @dataclass(frozen=True)
 class DevicePreset:
     """A device: operations per second in half precision and in fp32, and bytes per second of its memory and
@@ -56,7 +60,7 @@ class DevicePreset:
         peak that kernels reach.
         """
         peak = self.half if dtype.itemsize <= 2 else self.single
-        return max(self.launch, operations / (0.7 * peak), nbytes / (0.8 * self.memory))
+        return max(self.launch, operations / (COMPUTE_PART * peak), nbytes / (MEMORY_PART * self.memory))
 
 
 DEVICES: dict[str, DevicePreset] = {

@@ -54,6 +54,8 @@ class Transfer:
     """Size of the whole tensor: what a gather yields, and what the other kinds take."""
     leaving: int | None = None
     """Bytes that leave this rank, where they do not follow from the above: of shifts and ragged exchanges."""
+    in_bucket: bool = field(default=False, compare=False)
+    """Whether it is a part of one collective, whose latency the parts share."""
 
     @property
     def sent(self) -> float:

@@ -11,7 +11,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from colossalai._numeric import ceil_div
 from colossalai.context import ParallelMode
@@ -231,4 +239,23 @@ def check_not_empty(name: str, dataloader: Any) -> None:
         raise ValueError(
             f"{name} is empty: it has no batch. Is the dataset empty, or smaller than the batch size with"
             " drop_last=True?"
+        )
+
+
+def warn_if_undivided(name: str, dataloader: Any, ranks: int) -> None:
+    """Warn where each of ``ranks`` data-parallel ranks would read all samples; ``name`` says which loader it
+    is.
+    """
+    whole = (RandomSampler, SequentialSampler)
+    plain = (
+        isinstance(dataloader, DataLoader)
+        and type(dataloader.batch_sampler) in (BatchSampler, type(None))
+        and type(dataloader.sampler) in whole
+    )
+    if ranks > 1 and plain:
+        get_dist_logger().warning_once(
+            f"{name} is not divided: each of {ranks} data-parallel ranks reads all of its samples. A loader"
+            " that gives each its part is made by booster.plugin.prepare_dataloader(dataset, ...), or by"
+            " colossalai.utils.get_dataloader(dataset, ...) for colossalai.initialize",
+            ranks=[0],
         )

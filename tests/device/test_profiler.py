@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from colossalai.device import AlphaBetaProfiler, Timing, measure_links
+from colossalai.device import AlphaBetaProfiler, Timing, measure_cpu, measure_links
 from colossalai.device.alpha_beta_profiler import AlphaBeta, _rounds
 from colossalai.device.measure import fit_alpha_beta
 from colossalai.mesh import Mesh
@@ -85,7 +85,10 @@ def _measure(rank: int, world_size: int, port: int) -> object:
     assert links["a"].ranks == 3
     assert links["a"].alpha > 0
     assert profiler.extract_alpha_beta_for_device_mesh()[0][1] > 0
-    return profiler.alpha_beta_dict, links
+    cpu = measure_cpu(Mesh({"a": 3, "b": 1}), 0.005)
+    assert cpu.single > 1e8
+    assert cpu.memory > 1e7
+    return profiler.alpha_beta_dict, links, cpu
 
 
 def test_a_measurement_is_the_same_on_all_ranks() -> None:

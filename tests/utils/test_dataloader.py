@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 import colossalai
+from colossalai.booster import booster as booster_module
 from colossalai.logging import DistributedLogger
 from colossalai.registry import DATA_SAMPLERS
 from colossalai.testing import spawn
 from colossalai.utils import DataParallelSampler, dataloader, get_dataloader
+from colossalai.utils.dataloader import warn_if_undivided
 
 
 class Numbers(Dataset[int]):
@@ -136,6 +145,39 @@ def test_who_divides_the_dataset(
         get_dataloader(Numbers(6), shuffle=True, sampler=own)
     with pytest.raises(ValueError, match="mutually exclusive"):
         get_dataloader(Numbers(6), shuffle=True, batch_sampler=batches)
+
+
+def test_a_loader_that_every_rank_reads_whole_is_named(
+    place: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place[:] = [0, 2]
+    monkeypatch.setattr(dataloader, "get_dist_logger", lambda: DistributedLogger("data"))
+    plain = DataLoader(Numbers(6), batch_size=3, shuffle=True)
+    own = DataLoader(Numbers(6), sampler=DistributedSampler(Numbers(6), 2, 0))
+    for fine, ranks in ((plain, 1), (get_dataloader(Numbers(6), batch_size=3), 2), (own, 2), ([1, 2], 2)):
+        warn_if_undivided("the loader", fine, ranks)
+    assert capsys.readouterr().err == ""
+    warn_if_undivided("the loader", plain, 2)
+    assert "the loader is not divided: each of 2 data-parallel ranks" in capsys.readouterr().err
+
+
+def _whole(rank: int, world_size: int, port: int, plugin: str | None) -> int:
+    heard: list[int] = []
+    booster_module.warn_if_undivided = lambda name, loader, ranks: heard.append(ranks)
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Numbers(6))
+    if plugin is None:
+        colossalai.initialize(model, optimizer, torch.nn.MSELoss(), loader, verbose=False)
+    else:
+        colossalai.Booster(plugin=plugin).boost(model, optimizer, dataloader=loader)
+    return heard[0]
+
+
+@pytest.mark.parametrize("plugin", ["zero2", None])
+def test_both_doors_look_at_the_loader(plugin: str | None) -> None:
+    assert spawn(_whole, 2, plugin=plugin) == [2, 2]
 
 
 def _draws(seed: int = 1024) -> list[list[list[int]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colossalai.device import AlphaBetaProfiler, DeviceMesh, Timing, measure_links
+from colossalai.device import AlphaBetaProfiler, DeviceMesh, Timing, measure_cpu, measure_links
 from colossalai.device.alpha_beta_profiler import slowest_links
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 
@@ -32,10 +32,13 @@ def initialize_device_mesh(
         alpha_beta_dict: latency and seconds per byte of each pair of ranks; measured if it is not given.
         logical_mesh_shape: the shape of the grid; by default one whose rows have the fastest links.
         logical_mesh_id: the global ranks as they lie on the grid, instead of its shape.
+
+    Where links are measured and the ranks compute on CPUs, these are measured, too.
     """
     devices = _devices(world_size, physical_devices)
+    measures = alpha_beta_dict is None and _can_measure() and len(devices) > 1
     if logical_mesh_id is None and logical_mesh_shape is None:
-        if len(devices) == 1 or (alpha_beta_dict is None and not _can_measure()):
+        if len(devices) == 1 or (alpha_beta_dict is None and not measures):
             logical_mesh_shape = (1, len(devices))
         else:
             profiler = AlphaBetaProfiler(
@@ -46,12 +49,15 @@ def initialize_device_mesh(
     grid = DeviceMesh(torch.tensor(devices), logical_mesh_shape, logical_mesh_id, need_flatten=False)
     if alpha_beta_dict is not None:
         alpha, beta = extract_alpha_beta_for_device_mesh(alpha_beta_dict, grid.logical_mesh_id)
-    elif _can_measure() and len(devices) > 1:
+    elif measures:
         links = measure_links(grid.mesh, _QUICK)
         alpha, beta = [link.alpha for link in links.values()], [link.beta for link in links.values()]
     else:
         alpha, beta = [_KNOWN[0]] * len(grid.shape), [_KNOWN[1]] * len(grid.shape)
-    return DeviceMesh(grid.physical_mesh_id, None, grid.logical_mesh_id, alpha, beta)
+    found = DeviceMesh(grid.physical_mesh_id, None, grid.logical_mesh_id, alpha, beta)
+    if measures and grid.mesh.device_type == "cpu":
+        found.cpu = measure_cpu(grid.mesh)
+    return found
 
 
 _KNOWN = (10e-6, 1 / 300e9)  # of a node with NVLink, where there is nothing to measure
@@ -100,8 +106,8 @@ def extract_alpha_beta_for_device_mesh(
     return slowest_links(alpha_beta_dict, torch.tensor(ranks).reshape(tuple(logical_mesh)))
 
 
-def device_of(model: torch.nn.Module) -> DevicePreset:
-    """How fast the devices are on which ``model`` runs."""
+def device_of(model: torch.nn.Module) -> DevicePreset | None:
+    """How fast the GPU is on which ``model`` runs; None where it is a CPU."""
     first: Any = next(model.parameters(), None)
     kind = "cpu" if first is None else first.device.type
     if kind == "cuda" or (kind == "meta" and torch.cuda.is_available()):
@@ -115,4 +121,4 @@ def device_of(model: torch.nn.Module) -> DevicePreset:
                 stacklevel=2,
             )
             return DEVICES["a100"]
-    return DEVICES["cpu"]
+    return None

@@ -34,7 +34,7 @@ class StrategiesConstructor:
         graph: what ``trace_model`` gives.
         device_mesh: the grid of devices, with the costs of its axes.
         solver_options: which strategies count.
-        device: how fast the devices are; CPUs by default.
+        device: how fast the devices are; by default CPUs, as ``device_mesh`` has measured them.
         optimizer_states: how many states of its size an optimizer keeps of each parameter; 2 as of Adam.
         forward_only: count the forward pass alone.
     """
@@ -56,8 +56,8 @@ class StrategiesConstructor:
             )
         self.op_graph, self.device_mesh = graph, device_mesh
         self.solver_options = solver_options or SolverOptions()
-        links = device_mesh.links
-        model = CostModel(MoveCosts(links, forward_only), device or DEVICES["cpu"], optimizer_states)
+        links, device = device_mesh.links, device or device_mesh.cpu or DEVICES["cpu"]
+        model = CostModel(MoveCosts(links, forward_only), device, optimizer_states)
         self.problem: PlanProblem = plan_problem(graph, model, self.solver_options)
         self.leaf_strategies: list[StrategiesVector] = []
         self.strategy_map: dict[fx.Node, StrategiesVector] = {}

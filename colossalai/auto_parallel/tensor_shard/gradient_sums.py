@@ -9,11 +9,14 @@ padded, so that what is sent does not depend on which gradients share a bucket.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from colossalai._numeric import round_up
 from colossalai.mesh import Layout, Links, route
 from colossalai.mesh.collectives import Kind, Transfer
 from colossalai.mesh.mesh import Axes
+
+BUCKET_BYTES = 25 * 2**20
 
 
 def sum_axes(rest: Layout, used: Layout) -> Axes | None:
@@ -49,12 +52,12 @@ def sum_transfers(numel: int, itemsize: int, axes: Axes, links: Links) -> list[T
     nbytes = padded_length(numel, ordered, links) * itemsize
 
     def transfer(kind: Kind, axis: str) -> Transfer:
-        return Transfer(kind, axis, links[axis].ranks, nbytes)
+        return Transfer(kind, axis, links[axis].ranks, nbytes, in_bucket=True)
 
     scattered: list[Transfer] = []
     for axis in ordered[:-1]:
         scattered.append(transfer("reduce_scatter", axis))
         nbytes //= links[axis].ranks
     total = transfer("all_reduce", ordered[-1])
-    gathered = [Transfer("all_gather", t.axis, t.size, t.bytes) for t in reversed(scattered)]
+    gathered = [replace(t, kind="all_gather") for t in reversed(scattered)]
     return [*scattered, total, *gathered]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 from torch import nn
 
+from colossalai.auto_parallel.tensor_shard.gradient_sums import BUCKET_BYTES, sum_transfers
 from colossalai.auto_parallel.tensor_shard.initialize import build_strategy_constructor, solve_solution
 from colossalai.auto_parallel.tensor_shard.options import SolverOptions
 from colossalai.auto_parallel.tensor_shard.solver import InfeasibleBudgetError, Solver, solve_strategies
 from colossalai.auto_parallel.tensor_shard.solver.cost_graph import CostGraph
 from colossalai.auto_parallel.tensor_shard.strategies.chosen import flow_transfers, predicted_step
+from colossalai.auto_parallel.tensor_shard.strategies.moves import MoveCosts
 from colossalai.auto_parallel.tensor_shard.strategies.problem import PlanProblem
 from colossalai.fx import trace_model
-from colossalai.mesh import Layout
+from colossalai.mesh import AxisLink, Layout
 from tests.auto_parallel.tensor_shard.planning import (
     constructor,
     data_parallel,
@@ -288,3 +291,14 @@ def test_documented_names_give_the_same_plan() -> None:
 def test_options_are_members_or_their_names() -> None:
     with pytest.raises(ValueError, match="expected one of 'standard', 'dp', 'tp'"):
         SolverOptions(solver_perference="fast")  # type: ignore[arg-type]
+
+
+def test_gradients_share_the_latency_of_their_bucket() -> None:
+    links = {"0": AxisLink(2, 1.0, 1e-12), "1": AxisLink(2, 0.5, 1e-12)}
+    costs = MoveCosts(links)
+    small = sum_transfers(1024, 4, ("0", "1"), links)
+    assert [t.kind for t in small] == ["reduce_scatter", "all_reduce", "all_gather"]
+    assert costs.time(small) < 1e-3
+    full = sum_transfers(BUCKET_BYTES // 2, 4, ("1",), links)  # too large for a bucket with others
+    assert costs.time(full) == pytest.approx(0.5, rel=1e-3)
+    assert costs.time([replace(t, in_bucket=False) for t in small]) == pytest.approx(2.5)

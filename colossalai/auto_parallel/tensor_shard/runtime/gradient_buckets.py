@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossalai.auto_parallel.tensor_shard.gradient_sums import padded_length, slowest_last, sum_axes
+from colossalai.auto_parallel.tensor_shard.gradient_sums import (
+    BUCKET_BYTES,
+    padded_length,
+    slowest_last,
+    sum_axes,
+)
 from colossalai.mesh import Axes, Layout, Links, Mesh, redistribute
 from colossalai.mesh.collectives import (
     Pending,
@@ -22,8 +27,6 @@ from colossalai.mesh.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass

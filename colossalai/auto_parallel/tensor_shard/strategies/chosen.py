@@ -63,10 +63,9 @@ def predicted_step(problem: PlanProblem, choice: Sequence[int]) -> PredictedStep
         there, back = flow_transfers(problem, flow, choice)
         forward += there
         backward += back
-    links = problem.model.moves.links
     return PredictedStep(
         compute=sum(cost.compute.total for cost in costs),
-        communication=sum(links[t.axis].seconds(t.kind, t.bytes) for t in (*forward, *backward)),
+        communication=problem.model.moves.time((*forward, *backward)),
         memory=int(sum(cost.memory.lasting for cost in costs)),
         forward=tuple(forward),
         backward=tuple(backward),

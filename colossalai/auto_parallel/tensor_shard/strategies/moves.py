@@ -10,7 +10,7 @@ from math import inf, prod
 
 import numpy as np
 
-from colossalai.auto_parallel.tensor_shard.gradient_sums import sum_axes, sum_transfers
+from colossalai.auto_parallel.tensor_shard.gradient_sums import BUCKET_BYTES, sum_axes, sum_transfers
 from colossalai.auto_parallel.tensor_shard.solver.strategy_graph import Floats
 from colossalai.mesh import Layout, Links, Prices, price_tensor, route, route_seconds, route_transfers
 from colossalai.mesh.collectives import Transfer
@@ -61,8 +61,14 @@ class MoveCosts:
         return self._tables[key]
 
     def time(self, transfers: Iterable[Transfer]) -> float:
-        """Seconds of collectives, one after the other."""
-        return sum(self.links[t.axis].seconds(t.kind, t.bytes) for t in transfers)
+        """Seconds of collectives, one after the other; gradients share the latency of their bucket."""
+        seconds = 0.0
+        for t in transfers:
+            link = self.links[t.axis]
+            seconds += link.seconds(t.kind, t.bytes)
+            if t.in_bucket and link.ranks > 1:
+                seconds -= link.alpha * (1 - min(1.0, t.bytes / BUCKET_BYTES))
+        return seconds
 
     def transfers(
         self,
