@@ -198,7 +198,9 @@ def test_costs_of_axes_are_those_of_their_slowest_link() -> None:
 def test_a_whole_job_is_planned_and_transformed_in_one_process() -> None:
     with fake_world(0, 8):
         mesh = initialize_device_mesh(logical_mesh_shape=(2, 4))
-        model = initialize_model(Mlp(), {"x": torch.zeros(8, 16)}, mesh, shard_option="full_shard")
+        model = initialize_model(
+            Mlp(), {"x": torch.zeros(8, 16)}, mesh, solver_preference="tp", shard_option="full_shard"
+        )
         assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in Mlp().parameters())
 
 
