@@ -83,13 +83,15 @@ class DeviceMesh:
 
     def flatten(self) -> DeviceMesh:
         """The same devices on one axis, which is as slow as the slowest axis here."""
-        return DeviceMesh(
+        flat = DeviceMesh(
             self.physical_mesh_id,
             logical_mesh_id=self.logical_mesh_id.flatten(),
             mesh_alpha=[max(self.mesh_alpha)],
             mesh_beta=[max(self.mesh_beta)],
             need_flatten=False,
         )
+        flat.cpu = self.cpu
+        return flat
 
     def global_rank_to_logical_rank(self, rank: int) -> list[int]:
         """The place of a global rank on the grid."""

@@ -24,7 +24,7 @@ from colossalai.inference.runner import Runner, head_of, largest_difference, voc
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Request, Scheduler
 from colossalai.inference.stages import Team
-from colossalai.inference.watch import Watch
+from colossalai.inference.watch import ModelWatch
 from colossalai.nn.exact import exact_mode
 from colossalai.nn.policies.sequences.probe import Refused
 
@@ -70,7 +70,7 @@ class Core:
         # pages and graphs have the precision of now, so every step has it
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self.max_length = _longest(model, max_length)
-        self._watch = Watch(model)
+        self._watch = ModelWatch(model)
         self.runner = Runner(model, team, self._watch)
         self._vocabulary = vocabulary_of(model) or 0
         self._trial = _trial_tokens(self._vocabulary, min(_TRIAL, self.max_length)).to(team.device)

@@ -21,7 +21,7 @@ from colossalai.inference.results import Results
 from colossalai.inference.runner import Runner
 from colossalai.inference.sampling import SamplingRows, choose
 from colossalai.inference.scheduler import Part, Scheduler
-from colossalai.inference.watch import Watch
+from colossalai.inference.watch import ModelWatch
 from colossalai.kernel.thin_products import Product, ThinProducts
 from colossalai.nn.attention.pages import Places
 
@@ -117,7 +117,7 @@ class DecodeLoop:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        watch: Watch,
+        watch: ModelWatch,
         device: torch.device,
         *,
         max_requests: int,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colossalai.inference.discovery import Asked, AttentionProbe
 from colossalai.inference.inputs import StepInputs
 from colossalai.inference.stages import Team
-from colossalai.inference.watch import Watch
+from colossalai.inference.watch import ModelWatch
 from colossalai.mesh import redistribute
 from colossalai.nn.attention.pages import LayerPages, Places, attending
 from colossalai.nn.logits import Logits
@@ -27,7 +27,7 @@ class Runner:
     back after each.
     """
 
-    def __init__(self, model: nn.Module, team: Team, watch: Watch) -> None:
+    def __init__(self, model: nn.Module, team: Team, watch: ModelWatch) -> None:
         self.model, self.team, self._watch = model, team, watch
         self.layers: dict[nn.Module, LayerPages] = {}
         self._configs: list[Any] = []

@@ -11,7 +11,7 @@ _FEW = 16  # numbers of a weight that are compared
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Watch:
+class ModelWatch:
     """What ``model`` computed with when it was looked at last.
 
     Optimizers count their writes in the versions of weights; what is written to ``param.data`` is found by

@@ -104,7 +104,9 @@ class _Noted(NamedTuple):
         if now is None:
             return None
         if _is_statistic(self.module):
-            return _Changed(self.module, self.name, None, now is not self.buffer) if self._learns else None
+            if not self.module.training:
+                return None
+            return _Changed(self.module, self.name, None, now is not self.buffer)
         is_same = now is self.buffer and _version(now) == self.version
         if is_same and self.changes is None and self.before is not None:
             is_equal = _is_equal(now, self.before)
@@ -120,11 +122,6 @@ class _Noted(NamedTuple):
         elif before is None and now is not self.buffer and _version(self.buffer) == self.version:
             before = self.buffer
         return _Changed(self.module, self.name, before, now is not self.buffer, before is None)
-
-    @property
-    def _learns(self) -> bool:
-        """Whether these statistics are collected."""
-        return self.module.training
 
     def _learn(self, changes: bool) -> None:
         if not self.buffer.is_meta:

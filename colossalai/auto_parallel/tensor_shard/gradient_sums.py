@@ -17,6 +17,7 @@ from colossalai.mesh.collectives import Kind, Transfer
 from colossalai.mesh.mesh import Axes
 
 BUCKET_BYTES = 25 * 2**20
+"""With so many a bucket is full, and its sum begins."""
 
 
 def sum_axes(rest: Layout, used: Layout) -> Axes | None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from colossalai.inference import Sampling
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.front import PromptProgress, RequestError, TextModel
-from colossalai.serving.http.guard import Receive, Refusal, Scope, Send, error_body
+from colossalai.serving.http.guard import HttpRefusal, Receive, Scope, Send, error_body
 from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.settings import Settings
 
@@ -85,7 +85,7 @@ def as_api_error(error: Exception, queue_full: int = 429) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(queue_full, str(error), "queue_full", kind="rate_limit_error")
-    if isinstance(error, Refusal):
+    if isinstance(error, HttpRefusal):
         return ApiError(error.status, error.message, error.code)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), error.code, error.param)

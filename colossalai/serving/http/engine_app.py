@@ -16,7 +16,7 @@ from colossalai.serving.engine import AsyncEngine
 from colossalai.serving.errors import QueueFullError, ServiceError
 from colossalai.serving.http.answering import ApiError, as_api_error, unless_gone
 from colossalai.serving.http.app import DOCS, bare_app, finish
-from colossalai.serving.http.guard import Refusal, within
+from colossalai.serving.http.guard import HttpRefusal, within
 from colossalai.serving.http.metrics import GenerationTimer, Metrics
 from colossalai.serving.http.schemas import GenerationBody
 from colossalai.serving.http.server import make_server, run
@@ -55,7 +55,7 @@ class EngineText:
         work = within(settings.request_timeout, self._generate(body, metrics), late)
         try:
             text = await unless_gone(request.receive, work)
-        except (ServiceError, QueueFullError, Refusal) as error:
+        except (ServiceError, QueueFullError, HttpRefusal) as error:
             raise as_api_error(error, queue_full=406) from error
         except (ValueError, TypeError) as error:
             raise ApiError(422, str(error), "invalid_value") from error

@@ -26,7 +26,7 @@ OPEN = ("/", "/health", "/page.js", "/docs", "/docs.js", "/openapi.json")
 """What needs no key: it says nothing of what others ask."""
 
 
-class Refusal(Exception):
+class HttpRefusal(Exception):
     """A request that no route shall see; ``close``: nor will more of it be read."""
 
     def __init__(self, status: int, message: str, code: str, *, close: bool = False) -> None:
@@ -39,11 +39,11 @@ class Gone(Exception):
 
 
 async def within(seconds: float, work: Awaitable[T], late: str) -> T:
-    """The result of ``work``; later than after ``seconds`` it is a ``Refusal`` with the words ``late``."""
+    """The result of ``work``; later than after ``seconds`` it is an ``HttpRefusal`` with ``late``."""
     try:
         return await asyncio.wait_for(work, seconds)
     except asyncio.TimeoutError:  # in Python 3.10 not the built-in one
-        raise Refusal(408, late, "timeout", close=True) from None
+        raise HttpRefusal(408, late, "timeout", close=True) from None
 
 
 class Guard:
@@ -76,7 +76,7 @@ class Guard:
             await within(settings.body_timeout, self._read(scope, receive, body), late)
             late = f"the answer took longer than {most:g} s"
             await within(most, self.app(scope, _replayed(body.join(), receive), send), late)
-        except Refusal as refusal:
+        except HttpRefusal as refusal:
             if send.status is None:
                 await refuse(scope, send, refusal)
         except Gone:
@@ -84,13 +84,13 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         if self.draining() and scope["path"] != "/health":
-            raise Refusal(503, "the server is shutting down", "unavailable", close=True)
+            raise HttpRefusal(503, "the server is shutting down", "unavailable", close=True)
         if scope["path"] not in OPEN and scope["method"] != "OPTIONS" and not self._knows_key(scope):
-            raise Refusal(401, "send the API key as Authorization: Bearer KEY", "invalid_api_key")
+            raise HttpRefusal(401, "send the API key as Authorization: Bearer KEY", "invalid_api_key")
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # a proxy in front of us may believe the other one, and see other requests than we do
             both = "a request has a content-length or a transfer-encoding, not both"
-            raise Refusal(400, both, "invalid_request", close=True)
+            raise HttpRefusal(400, both, "invalid_request", close=True)
 
     def _knows_key(self, scope: Scope) -> bool:
         key = self.settings.api_key
@@ -114,12 +114,12 @@ class Guard:
                 raise self._too_large()
             if self._held > self.settings.max_bodies * self.settings.max_body:
                 many = "the requests of the moment are too large together; ask again later"
-                raise Refusal(429, many, "too_busy", close=True)
+                raise HttpRefusal(429, many, "too_busy", close=True)
             more = message.get("more_body", False)
 
-    def _too_large(self) -> Refusal:
+    def _too_large(self) -> HttpRefusal:
         limit = f"the body is over the limit of {self.settings.max_body} bytes"
-        return Refusal(413, limit, "body_too_large", close=True)
+        return HttpRefusal(413, limit, "body_too_large", close=True)
 
 
 class _Body:
@@ -174,7 +174,7 @@ def error_body(path: str, message: str, code: str | None, param: str | None = No
     }
 
 
-async def refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
+async def refuse(scope: Scope, send: Send, refusal: HttpRefusal) -> None:
     body = json.dumps(error_body(scope["path"], refusal.message, refusal.code)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if refusal.close else []

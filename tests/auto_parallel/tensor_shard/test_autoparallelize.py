@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from colossalai.auto_parallel.tensor_shard.initialize import (
 )
 from colossalai.auto_parallel.tensor_shard.solution import load_solution
 from colossalai.auto_parallel.tensor_shard.solver import GraphAnalyser, InfeasibleBudgetError
+from colossalai.auto_parallel.tensor_shard.strategies.chosen import predicted_step
 from colossalai.context.fake_launch import fake_world
+from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.fx import trace_model
 from colossalai.mesh import serial_tensor
 from colossalai.mesh.parameter import model_mesh
@@ -202,6 +205,27 @@ def test_a_whole_job_is_planned_and_transformed_in_one_process() -> None:
             Mlp(), {"x": torch.zeros(8, 16)}, mesh, solver_preference="tp", shard_option="full_shard"
         )
         assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in Mlp().parameters())
+
+
+def _measured(rank: int, world_size: int, port: int) -> DevicePreset | None:
+    colossalai.launch({}, rank, world_size, "127.0.0.1", port, backend="gloo", verbose=False)
+    known = {pair: COSTS[pair] for pair in ((0, 1), (1, 0))}
+    assert initialize_device_mesh(alpha_beta_dict=known).cpu is None
+    mesh = initialize_device_mesh(logical_mesh_shape=(1, 2))
+    assert mesh.flatten().cpu is mesh.cpu
+    return mesh.cpu
+
+
+def test_cpus_are_measured_with_their_links_and_plans_take_their_speed() -> None:
+    one, other = spawn(_measured, 2)
+    assert one is not None
+    assert one == other
+    graph, mesh = trace_model(Mlp(), torch.zeros(8, 16)), grid(2, 2)
+    fast = build_strategy_constructor(graph, mesh).problem
+    mesh.cpu = replace(DEVICES["cpu"], single=1e8, half=1e8, memory=1e8)
+    slow = build_strategy_constructor(graph, mesh, model=Mlp()).problem
+    first = [0] * len(fast.vertices)
+    assert predicted_step(slow, first).compute > 5 * predicted_step(fast, first).compute
 
 
 def test_what_is_alive_after_each_operation() -> None:
