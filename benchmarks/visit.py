@@ -9,18 +9,32 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
+_HELD = threading.local()
+
 
 @contextmanager
 def turn() -> Iterator[None]:
     """The GPU alone, among processes that have one file in the environment variable ``TURNS``: so some may
-    compile while one is timed.  ``flock $TURNS COMMAND`` gives a turn to any other command.
+    plan or compile while one is timed.  ``flock $TURNS COMMAND`` gives a turn to any other command.
+
+    A turn inside of a turn is the same one.  At its end, memory that is only cached goes to the others.
     """
-    if not (path := os.environ.get("TURNS")):
+    path = os.environ.get("TURNS")
+    if not path or getattr(_HELD, "is_held", False):
         yield
         return
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        _HELD.is_held = True
+        try:
+            yield
+        finally:
+            _HELD.is_held = False
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
 
 
 def end_after(seconds: float | None, last: Callable[[], None] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""The solver of regions finds what trying all of them finds."""
+"""The solver of regions finds what trying all of them finds, and plans with regions beat Chen's segments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from colossalai.auto_parallel.checkpoint.mode_solver import ModeCost, ModeProblem, ModeStage
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, CheckpointSolverChen
+from colossalai.auto_parallel.checkpoint.mode_solver import Choice, ModeCost, ModeProblem, ModeStage
 from colossalai.auto_parallel.checkpoint.region_solver import InnerCost, RegionSolver
+from tests.auto_parallel.models import gpt2
+from titans.model.resnet import resnet50
 
 Inner = list[Any]
 """What is in a region: "keep" for a block that keeps everything, or a list, a region of its own."""
@@ -127,3 +132,32 @@ def test_equal_to_brute_force(seed: int) -> None:
         if choice is not None:
             assert choice.seconds == fastest
     assert solver.least() == min(way.peak for way in ways)
+
+
+def _resnet() -> tuple[nn.Module, Any, Any]:
+    with torch.device("meta"):
+        return resnet50(), (torch.empty(32, 3, 224, 224), torch.empty(32).long()), nn.CrossEntropyLoss()
+
+
+def _gpt2() -> tuple[nn.Module, Any, Any]:
+    ids = torch.zeros(16, 64, dtype=torch.long)
+    return gpt2(8, 128), {"input_ids": ids, "labels": ids}, None
+
+
+@pytest.mark.parametrize("made", [_resnet, _gpt2])
+def test_never_slower_than_any_segments(made: Any) -> None:
+    """Whatever the number of segments: with the bytes that they need, a plan takes no longer."""
+    model, batch, criterion = made()
+    planner = CheckpointPlanner(model, batch, criterion=criterion, device="h200")
+    costs, chain = [stage.costs for stage in planner.problem.stages], planner.chain()
+    solver = CheckpointSolverChen(chain)
+    for count in (2, 3, 8, 11):
+        *again, _ = solver._cut(sum(chain.xbar) / count)  # the last keeps everything
+        regions = [(first, stop) for first, stop in again if stop - first > 1]
+        alone = {first for first, stop in again if stop - first == 1}
+        modes = ["full" if place in alone else "keep" for place in range(len(costs))]
+        seconds = planner.problem.seconds + sum(
+            cost["full" if place < again[-1][1] else "keep"].seconds for place, cost in enumerate(costs)
+        )
+        peak = planner.search.judge(Choice(modes, seconds, 0, regions=regions)).peak + planner.unseen
+        assert planner.plan(max(peak, planner.least[2])).seconds <= 1.005 * seconds

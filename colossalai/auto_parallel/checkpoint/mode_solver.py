@@ -73,6 +73,23 @@ class Choice:
     regions: list[tuple[int, int]] = field(default_factory=list)
 
 
+def does_no_more(one: Choice, other: Choice) -> bool:
+    """Whether no block is computed again more often, or waits on the host, with ``one`` and not with
+    ``other``.
+    """
+    pairs = zip(_extra_work(one), _extra_work(other), strict=True)
+    return all(mine <= its and travels <= may for (mine, travels), (its, may) in pairs)
+
+
+def _extra_work(choice: Choice) -> list[tuple[float, bool]]:
+    """How often each block is computed again, of which a part counts half, and whether its inputs travel."""
+    often = {"keep": 0.0, "selective": 0.5, "full": 1.0, "offload": 1.0}
+    return [
+        (often[mode] + sum(first <= place < stop for first, stop in choice.regions), mode == "offload")
+        for place, mode in enumerate(choice.modes)
+    ]
+
+
 @dataclass
 class _Front:
     """Choices for the stages so far of which none keeps less and is faster than another."""

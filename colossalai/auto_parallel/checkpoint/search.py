@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     Choice,
@@ -20,6 +20,7 @@ from colossalai.auto_parallel.checkpoint.timeline import StepTimeline
 
 _ROUNDS = 8
 _FASTER = 0.995  # a region must be worth it
+_CLOSE = 200  # a budget of which less than this part is left needs no other choice
 
 
 class Judged(NamedTuple):
@@ -43,14 +44,13 @@ class Search:
     alike: list[Judged]
     inner: list[InnerCost] | None
     judge: Callable[[Choice], Judged]
+    _plays: dict[tuple[Any, ...], Judged] = field(default_factory=dict)
 
     @cached_property
     def _regions(self) -> RegionSolver | None:
-        """For budgets up to what single blocks that are computed again need, where regions pay."""
         if self.inner is None or len(self.inner) < 2:
             return None
-        full = peak_of(self.problem, ["full"] * len(self.inner))
-        return RegionSolver(self.problem, self.inner, full + full // 8)
+        return RegionSolver(self.problem, self.inner, peak_of(self.problem, ["keep"] * len(self.inner)))
 
     def predicted(self, budget: int) -> Choice | None:
         """The fastest choice for a budget by the costs alone."""
@@ -61,15 +61,16 @@ class Search:
 
     def find(self, budget: int, time_limit: float, *, regions: bool = True) -> Judged | None:
         """The best choice, with or without regions, whose step stays within ``budget`` when it is played."""
+        known = [one for one in self._plays.values() if regions or not one.choice.regions]
         best = min(
-            (one for one in self.alike if one.peak <= budget),
+            (one for one in [*self.alike, *known] if one.peak <= budget),
             key=lambda one: one.choice.seconds,
             default=None,
         )
-        if best is not None and best.choice.modes[:1] in ([], ["keep"]):
-            return best
+        if best is not None and not best.choice.regions and {"keep"} >= set(best.choice.modes):
+            return best  # nothing is computed again
         best = self._single(budget, time_limit, best)
-        if regions and (best is None or {"full", "offload"} & set(best.choice.modes)):
+        if regions and (best is None or best.choice.regions or {"full", "offload"} & set(best.choice.modes)):
             best = self._grouped(budget, best)
         return best if best is not None or self.least.peak > budget else self.least
 
@@ -81,33 +82,47 @@ class Search:
             if choice is None or tuple(choice.modes) in seen:
                 break
             seen.add(tuple(choice.modes))
-            judged = self.judge(choice)
+            judged = self._judged(choice)
             if judged.peak <= budget and (best is None or choice.seconds < best.choice.seconds):
                 best = judged
             problem = corrected(problem, choice.modes, judged.line, self.measured)
         return best
 
     def _grouped(self, budget: int, best: Judged | None) -> Judged | None:
-        """With regions, if these are faster; what a play needs more than predicted is taken off."""
-        limit = budget
-        for _ in range(_ROUNDS):
+        """With regions, if these are faster.
+
+        How much regions need is predicted roughly, mostly as more than a play shows.  So they are chosen for
+        the largest limit, above or below ``budget``, at which their play stays within it.
+        """
+        limit, low, high = budget, 0, budget + budget // 7
+        for _ in range(_ROUNDS if self._regions is not None else 0):
             choice = self._regions.solve(limit) if self._regions is not None else None
             if choice is None or (best is not None and choice.seconds >= _FASTER * best.choice.seconds):
+                low = limit  # a lower limit gives none that is faster
+            elif (judged := self._judged(choice)).peak <= budget:
+                best, low = judged, limit
+            else:
+                high = limit
+            if high - low < budget // _CLOSE:
                 break
-            judged = self.judge(choice)
-            if judged.peak <= budget:
-                return judged
-            limit -= judged.peak - budget
+            limit = (max(low, high - budget // 10) + high) // 2
         return best
+
+    def _judged(self, choice: Choice) -> Judged:
+        """What a play of ``choice`` shows; one that was played before is not played again."""
+        key = (tuple(choice.modes), tuple(choice.regions))
+        if key not in self._plays:
+            self._plays[key] = self.judge(choice)
+        return self._plays[key]._replace(choice=choice)
 
     @cached_property
     def least(self) -> Judged:
         """The choice with the least peak."""
         single = solve_modes(self.problem, least_budget(self.problem))
         assert single is not None
-        best = self.judge(single)
+        best = self._judged(single)
         grouped = self._regions.solve(self._regions.least()) if self._regions is not None else None
         if grouped is not None and grouped.regions:
-            judged = self.judge(grouped)
+            judged = self._judged(grouped)
             best = judged if judged.peak < best.peak else best
         return best
