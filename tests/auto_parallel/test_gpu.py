@@ -49,3 +49,31 @@ def test_budgets_on_a_gpu(
         print(told, flush=True)
         assert peak <= plan.budget, told
         assert peak >= 0.85 * plan.peak, told
+
+
+@pytest.mark.gpu
+def test_compiled_steps_on_a_gpu() -> None:
+    model, batch, _ = _gpt2()
+    planner = CheckpointPlanner(model, batch, autocast=torch.bfloat16, compiled=True)
+    low, high = planner.least[2], planner.whole
+    assert low < high
+    for number in range(3):
+        plan = planner.plan(low + (high - low) * number // 2)
+        with block_modes(model, plan.modes):
+            torch.compiler.reset()
+            compiled = torch.compile(model)
+            for run in range(3):
+                if run:  # the first compiles
+                    torch.cuda.reset_peak_memory_stats()
+                model.zero_grad(set_to_none=True)
+                with planner.step.autocasts("cuda"):
+                    loss = planner.step.loss(compiled, batch)
+                loss.backward()
+                del loss
+            torch.compiler.reset()
+        model.zero_grad(set_to_none=True)
+        peak = torch.cuda.max_memory_allocated()
+        told = f"budget {plan.budget}, told {plan.peak}, measured {peak}, {plan.modes}"
+        print(told, flush=True)
+        assert peak <= plan.budget, told
+        assert peak >= 0.85 * plan.peak, told

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, measure
+from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.auto_parallel.checkpoint.mode_solver import Choice, does_no_more
 from colossalai.auto_parallel.checkpoint.planner import Tried
 from colossalai.auto_parallel.checkpoint.search import Judged
+from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
 from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, gpt2
 
@@ -82,14 +84,52 @@ def test_noise_of_the_host_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> N
     budget = (planner.least[2] + planner.whole) // 2
     alone = set(planner.plan(budget).modes.values())
     assert {"full"} < alone
-    tried = planner._tried
 
     def noisy(judged: Judged) -> Tried:
         is_lucky = set(judged.choice.modes) == {"full"}
-        return tried(judged)._replace(seconds=1.0 if is_lucky else 2.0)
+        return Tried(judged, judged.peak + planner.unseen, 1.0 if is_lucky else 2.0)
 
     monkeypatch.setattr(planner, "_tried", noisy)
+    planner._measures = True
     assert set(planner.plan(budget).modes.values()) == alone
+
+
+def test_plans_of_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks keep less than their operations would; what steps with one mode show decides."""
+    model = gpt2(8, 64)
+    ids = IDS.repeat(16, 2)
+    planner = CheckpointPlanner(model, {"input_ids": ids, "labels": ids}, device="h200", regions=False)
+    played = {mode: line.peak for mode, line in planner.played.items()}
+    kept = {"keep": 3 << 20, "selective": 2 << 20, "full": 1 << 18}
+    ground = played["full"] - 8 * kept["full"] - (1 << 16)
+    times = {"keep": 1.0, "selective": 1.2, "full": 1.3}
+
+    def seen() -> tuple[int, float]:
+        modes = [vars(block).get("recompute", "keep") for block in model.transformer.h]
+        return ground + sum(kept[m] for m in modes), sum(times[m] for m in modes)
+
+    def run(step: TrainingStep) -> measure.Whole | None:
+        assert step.compiled
+        peak, seconds = seen()
+        return measure.Whole(seconds, peak, step.reserved)
+
+    monkeypatch.setattr(planners, "measure_step", run)
+    planner._measures = planner._compiled = planner.step.compiled = True
+    planner.played.pop("offload")  # as for steps that are compiled
+    low, high = planner.least[2], planner.whole
+    assert (low, high) == tuple(ground + 8 * kept[mode] for mode in ("full", "keep"))
+    for keeping in range(9):
+        budget = low + keeping * (kept["keep"] - kept["full"]) + 100
+        plan = planner.plan(budget)
+        planner.apply(plan)
+        assert (plan.peak, plan.seconds) == (seen()[0], pytest.approx(seen()[1]))
+        assert plan.peak <= budget
+        assert plan.seconds <= 1.3 * (8 - keeping) + keeping + 0.31  # one block more, for the worst moments
+
+
+def test_compiled_steps_need_a_gpu() -> None:
+    with pytest.raises(ValueError, match="compiled=True compiles steps and runs them"):
+        CheckpointPlanner(gpt2(2, 32), {"input_ids": IDS, "labels": IDS}, device="h200", compiled=True)
 
 
 def test_what_computes_no_more() -> None:
@@ -97,7 +137,8 @@ def test_what_computes_no_more() -> None:
         return does_no_more(Choice(one, 0, 0), Choice(other, 0, 0, regions=list(regions)))
 
     assert no_more(["keep", "full"], ["full", "full"])
-    assert no_more(["keep", "selective"], ["keep", "full"])
+    assert no_more(["keep", "keep"], ["keep", "selective"])
+    assert not no_more(["keep", "selective"], ["keep", "full"])  # which needs less of the host
     assert not no_more(["keep", "full"], ["full", "keep"])
     assert no_more(["full", "full"], ["offload", "full"])
     assert not no_more(["offload", "full"], ["full", "full"])

@@ -31,6 +31,7 @@ def auto_checkpoint(
     regions: bool = True,
     plugin: SharesModel | None = None,
     accumulates: bool = False,
+    compiled: bool = False,
     time_limit: float = 10.0,
 ) -> CheckpointPlan:
     """Let each block of ``model`` keep, recompute or offload its activations, so that a training step needs
@@ -59,11 +60,13 @@ def auto_checkpoint(
         stored: how many micro-batches are stored at one time; more than 1 for a stage of a pipeline, of which
             ``batch`` is one micro-batch.
         regions: let several blocks be computed again together, where that is the only or the faster way;
-            ``False`` for a model that ``torch.compile`` compiles.
+            ``False`` for a model that ``torch.compile`` compiles, if ``compiled`` cannot be used.
         plugin: the plugin of the ``Booster`` that will train the model; what it divides over ranks or moves
             to the host is counted as it will lie on this rank. Gemini's chunks get the room that is left.
         accumulates: gradients of batches before lie there during the forward pass, as with gradient
             accumulation, or ``zero_grad(set_to_none=False)``; by default there are none.
+        compiled: plan for the bytes and times of steps that ``torch.compile`` has compiled; needs the model
+            on a GPU, and a few compilations.
         time_limit: seconds for each solution; after that, the best that was found, with its gap.
     """
     planner = CheckpointPlanner(
@@ -80,6 +83,7 @@ def auto_checkpoint(
         regions=regions,
         plugin=plugin,
         accumulates=accumulates,
+        compiled=compiled,
     )
     plan = planner.plan(memory, time_limit)
     planner.apply(plan)

@@ -78,6 +78,10 @@ def measure_step(step: TrainingStep) -> Whole | None:
     """Run the step with the blocks as they are; None if the GPU has not enough memory for it."""
     device = next(p.device for p in step.model.parameters())
     batch = tree_map_only(Tensor, lambda t: t.to(device), step.batch)
+    model: Any = step.model
+    if step.compiled:
+        torch.compiler.reset()  # else what was compiled before counts against the limit of recompilations
+        model = torch.compile(step.model)
     before = above = 0
 
     def once() -> None:
@@ -86,7 +90,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
         with _PeakAbove(device) as peak:
             step.reset_gradients()
             with step.autocasts("cuda"):
-                loss = step.loss(step.model, batch)
+                loss = step.loss(model, batch)
             loss.backward()
         above = peak.nbytes
 

@@ -26,6 +26,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     Choice,
     ModeProblem,
     does_no_more,
+    extra_work,
     peak_of,
     seconds_of,
 )
@@ -36,6 +37,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     inner_costs,
     make_problem,
     peak_of_step,
+    scaled_to,
     shared_out,
 )
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
@@ -81,9 +83,10 @@ class CheckpointPlanner:
         regions: bool = True,
         plugin: SharesModel | None = None,
         accumulates: bool = False,
+        compiled: bool = False,
     ) -> None:
         _check(stored, autocast, optimizer, plugin)
-        self._copies, self._groups = stored - 1, regions
+        self._copies, self._groups, self._compiled = stored - 1, regions and not compiled, compiled
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
         if place is None:
@@ -104,6 +107,7 @@ class CheckpointPlanner:
             preset,
             share,
             accumulates,
+            compiled,
         )
         self.place = place
         self._measures = (place.type == "cuda" and plugin is None) if measure is None else measure
@@ -113,6 +117,12 @@ class CheckpointPlanner:
             raise ValueError(
                 "auto_checkpoint: measure=True runs the model as it is, and not as a plugin will hold it;"
                 " leave one of the two out"
+            )
+        if compiled and not self._measures:
+            raise ValueError(
+                "auto_checkpoint: compiled=True compiles steps and runs them, so it needs the model on a GPU,"
+                " and neither a plugin nor measure=False; without it, regions=False makes a plan that"
+                " torch.compile can take, whose compiled steps need less than was planned"
             )
         self.notes: list[str] = []
         self._look_at_kernels()
@@ -135,8 +145,8 @@ class CheckpointPlanner:
         """A step with all blocks in each mode."""
         played: dict[str, StepTimeline] = {}
         for mode in MODES:
-            if mode == "offload" and self.step.device is DEVICES["cpu"]:
-                continue  # the device is the host
+            if mode == "offload" and (self._compiled or self.step.device is DEVICES["cpu"]):
+                continue  # a compiler does not see it; or the device is the host
             try:
                 if self._learns(mode):
                     self._play(dict.fromkeys(self.blocks, mode))
@@ -198,7 +208,9 @@ class CheckpointPlanner:
     @cached_property
     def measured(self) -> Measured:
         """What runs on the GPU have shown of each call in each mode."""
-        return measure_calls(self.step, self.blocks, self.played) if self._measures else {}
+        if not self._measures or self._compiled:  # blocks that are compiled alone are not those of a step
+            return {}
+        return measure_calls(self.step, self.blocks, self.played)
 
     @cached_property
     def _wholes(self) -> dict[str, Whole]:
@@ -224,15 +236,25 @@ class CheckpointPlanner:
         if not (wholes := self._wholes):
             return problem
         known = self._smallest if self._smallest in wholes else next(iter(wholes))
-        stages = shared_out(problem.stages, {m: found.seconds for m, found in wholes.items()}, known)
+        times = {mode: found.seconds for mode, found in wholes.items()}
+        if "keep" in times and not self._compiled:  # nothing is faster, and what seems so is the host's noise
+            times["keep"] = min(times.values())
+        stages = shared_out(problem.stages, times, known)
         seconds = self.played[known].step.seconds + (0.0 if stages else wholes[known].seconds)
-        return replace(problem, stages=stages, seconds=seconds)
+        problem = replace(problem, stages=stages, seconds=seconds)
+        return scaled_to(problem, {m: self._alike_peak(m) for m in wholes}) if self._compiled else problem
 
     @cached_property
     def unseen(self) -> int:
-        """Bytes that runs on the GPU needed beyond those that were played."""
-        more = [self._real_peak(whole) - self._passes_played(mode) for mode, whole in self._wholes.items()]
-        return max(more, default=0)
+        """Bytes that runs on the GPU needed beyond those that were played; of compiled steps, the one that
+        keeps least tells it, and the others how much less they keep.
+        """
+        more = {
+            mode: self._real_peak(whole) - self._passes_played(mode) for mode, whole in self._wholes.items()
+        }
+        if self._compiled and self._smallest in more:
+            return more[self._smallest]
+        return max(more.values(), default=0)
 
     def _real_peak(self, whole: Whole) -> int:
         """The bytes of a forward and a backward pass that was run, with states that will be there and what is
@@ -264,7 +286,8 @@ class CheckpointPlanner:
 
     @cached_property
     def _least(self) -> Tried:
-        return self._tried(self.search.least)
+        tried = [self._tried(self.search.least), *(self._tried(one) for one in self.search.alike)]
+        return min(tried, key=lambda one: one.peak)
 
     @cached_property
     def search(self) -> Search:
@@ -275,18 +298,20 @@ class CheckpointPlanner:
             calls = self.played["keep"].calls
             groups = [can_be_grouped(self.blocks[name]) for name in calls]
             inner = [cost._replace(groups=may) for cost, may in zip(inner, groups, strict=True)]
-        return Search(
-            self.problem, self.measured, [self._alike(mode) for mode in self.played], inner, self._judge
-        )
+        alike = [self._alike(mode) for mode in self.played]
+        return Search(self.problem, self.measured, alike, inner, self._judge, plays_tell=not self._compiled)
 
     def _alike(self, mode: str) -> Judged:
         """A step with one mode for all blocks; its peak is the one on the GPU where it was run there."""
-        line = self.played[mode]
+        line, peak = self.played[mode], self._alike_peak(mode)
         modes = [mode] * len(line.calls)
-        peak = peak_of_step(line, modes, self.measured, self._copies)
-        if mode in self._wholes and not self._copies:
-            peak = max(self._real_peak(self._wholes[mode]) - self.unseen, line.step.peak)
         return Judged(Choice(modes, seconds_of(self.problem, modes), peak), line, peak)
+
+    def _alike_peak(self, mode: str) -> int:
+        line = self.played[mode]
+        if mode in self._wholes and not self._copies:
+            return max(self._real_peak(self._wholes[mode]) - self.unseen, line.step.peak)
+        return peak_of_step(line, [mode] * len(line.calls), self.measured, self._copies)
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
@@ -352,9 +377,11 @@ class CheckpointPlanner:
         if not fits:
             return self._least_within(budget)
         fastest = min(fits, key=lambda one: one.seconds)
+        if not self._measures or self._compiled:  # what is compiled may be faster when it keeps less
+            return fastest
         # to compute less again takes no longer: where runs say so, only the host was slower meanwhile
         less = [one for one in fits if does_no_more(one.judged.choice, fastest.judged.choice)]
-        return min(less, key=lambda one: one.judged.choice.seconds)
+        return min(less, key=lambda one: extra_work(one.judged.choice))
 
     def _tries(self, budget: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
         """Choices for less and less, or more, until the step of one just stays within ``budget``."""
@@ -388,7 +415,7 @@ class CheckpointPlanner:
         line = judged.line
         return Tried(
             judged,
-            max(self._real_peak(whole), line.step.peak + self.unseen),
+            max(self._real_peak(whole), line.step.peak + (0 if self._compiled else self.unseen)),
             whole.seconds + line.step.seconds,
         )
 
@@ -410,6 +437,8 @@ class CheckpointPlanner:
                 f"auto_checkpoint: {type(self.step.model).__name__} does not call the same blocks in every"
                 " step, so no plan bounds them; let it call all of them while the plan is made"
             )
+        if self._compiled:
+            return Judged(choice, line, peak_of(self.problem, choice.modes))
         peak = peak_of_step(line, choice.modes, self.measured, self._copies)
         return Judged(choice, line, peak)
 

@@ -11,6 +11,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
     ModeCost,
     ModeProblem,
     ModeStage,
+    peak_of,
     pieces_of,
 )
 from colossalai.auto_parallel.checkpoint.region_solver import InnerCost
@@ -141,6 +142,26 @@ def shared_out(stages: list[ModeStage], steps: Mapping[str, float], known: str) 
         )
         for stage in stages
     ]
+
+
+def scaled_to(problem: ModeProblem, peaks: Mapping[str, int]) -> ModeProblem:
+    """``problem`` with all that blocks keep in a mode made so much less, or more, that a step with all blocks
+    in this mode has the peak that ``peaks`` tells.
+    """
+    stages, count = problem.stages, len(problem.stages)
+    for mode, peak in peaks.items():
+        kept = sum(stage.costs[mode].kept for stage in stages)
+        excess = min(peak_of(problem, [mode] * count) - peak, kept)
+        scaled = []
+        for stage in stages:
+            cost = stage.costs[mode]
+            less = excess * cost.kept // max(1, kept)
+            new = cost._replace(
+                kept=cost.kept - less, forward=cost.forward - less, backward=cost.backward - less
+            )
+            scaled.append(replace(stage, costs={**stage.costs, mode: new}))
+        stages = scaled
+    return replace(problem, stages=stages)
 
 
 def corrected(

@@ -36,7 +36,8 @@ class Search:
     """What is known of a model's costs, and the play that judges a choice.
 
     ``alike``: the steps with one mode for all blocks, which were played before.  ``inner``: costs inside of
-    regions; without these there are none.
+    regions; without these there are none.  ``plays_tell``: whether the peak of a choice is that of its play,
+    or of a step that is compiled, of which the costs alone tell it.
     """
 
     problem: ModeProblem
@@ -44,6 +45,7 @@ class Search:
     alike: list[Judged]
     inner: list[InnerCost] | None
     judge: Callable[[Choice], Judged]
+    plays_tell: bool = True
     _plays: dict[tuple[Any, ...], Judged] = field(default_factory=dict)
 
     @cached_property
@@ -85,6 +87,8 @@ class Search:
             judged = self._judged(choice)
             if judged.peak <= budget and (best is None or choice.seconds < best.choice.seconds):
                 best = judged
+            if not self.plays_tell:
+                break
             problem = corrected(problem, choice.modes, judged.line, self.measured)
         return best
 

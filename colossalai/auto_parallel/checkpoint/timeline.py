@@ -95,6 +95,8 @@ class TrainingStep:
     """What a plan keeps of the model instead of all of it."""
     accumulates: bool = False
     """Whether gradients of batches before are there."""
+    compiled: bool = False
+    """Whether runs of it are compiled by ``torch.compile``."""
     is_played: bool = True
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
 
