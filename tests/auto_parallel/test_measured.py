@@ -81,9 +81,10 @@ def test_noise_of_the_host_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> N
     """Where a step that computes more again happened to be measured as faster, the lighter one is taken."""
     ids = IDS.repeat(16, 2)
     planner = CheckpointPlanner(gpt2(8, 64), {"input_ids": ids, "labels": ids}, device="h200")
+    planner.played.pop("selective")  # which may be slower than to compute all again, where the host is slow
     budget = (planner.least[2] + planner.whole) // 2
     alone = set(planner.plan(budget).modes.values())
-    assert {"full"} < alone
+    assert alone == {"keep", "full"}
 
     def noisy(judged: Judged) -> Tried:
         is_lucky = set(judged.choice.modes) == {"full"}
