@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint
+from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint, measure
 from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.measure import Whole
 from colossalai.interface.batch import call_with, loss_of
@@ -252,12 +252,12 @@ def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) ->
         mode = modes.pop()
         if modes or mode == "keep":  # does not fit
             return None
-        return Whole(seconds[mode], planner._passes_played(mode) + 1024, 0)
+        return Whole(seconds[mode], planner.runs._played_peak(mode) + 1024, 0)
 
     planner = CheckpointPlanner(model, batch)
     planner._measures = True
     monkeypatch.setattr(planners, "measure_calls", lambda *args: {})
-    monkeypatch.setattr(planners, "measure_step", measured)
+    monkeypatch.setattr(measure, "measure_step", measured)
     number = len(planner.problem.stages)
     for mode in ("selective", "full"):
         assert planner.predicted([mode] * number).seconds == pytest.approx(seconds[mode])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, measure
-from colossalai.auto_parallel.checkpoint import planner as planners
 from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.auto_parallel.checkpoint.mode_solver import Choice, does_no_more
 from colossalai.auto_parallel.checkpoint.planner import Tried
@@ -81,10 +80,9 @@ def test_noise_of_the_host_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> N
     """Where a step that computes more again happened to be measured as faster, the lighter one is taken."""
     ids = IDS.repeat(16, 2)
     planner = CheckpointPlanner(gpt2(8, 64), {"input_ids": ids, "labels": ids}, device="h200")
-    planner.played.pop("selective")  # which may be slower than to compute all again, where the host is slow
     budget = (planner.least[2] + planner.whole) // 2
     alone = set(planner.plan(budget).modes.values())
-    assert alone == {"keep", "full"}
+    assert {"full"} < alone
 
     def noisy(judged: Judged) -> Tried:
         is_lucky = set(judged.choice.modes) == {"full"}
@@ -114,8 +112,8 @@ def test_plans_of_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         peak, seconds = seen()
         return measure.Whole(seconds, peak, step.reserved)
 
-    monkeypatch.setattr(planners, "measure_step", run)
-    planner._measures = planner._compiled = planner.step.compiled = True
+    monkeypatch.setattr(measure, "measure_step", run)
+    planner._measures = planner.step.compiled = True
     planner.played.pop("offload")  # as for steps that are compiled
     low, high = planner.least[2], planner.whole
     assert (low, high) == tuple(ground + 8 * kept[mode] for mode in ("full", "keep"))
@@ -134,12 +132,12 @@ def test_compiled_steps_need_a_gpu() -> None:
 
 
 def test_what_computes_no_more() -> None:
-    def no_more(one: list[str], other: list[str], *regions: Any) -> bool:
-        return does_no_more(Choice(one, 0, 0), Choice(other, 0, 0, regions=list(regions)))
+    def no_more(one: list[str], other: list[str], *regions: Any, seconds: float = 0.0) -> bool:
+        return does_no_more(Choice(one, seconds, 0), Choice(other, 0.0, 0, regions=list(regions)))
 
     assert no_more(["keep", "full"], ["full", "full"])
-    assert no_more(["keep", "keep"], ["keep", "selective"])
-    assert not no_more(["keep", "selective"], ["keep", "full"])  # which needs less of the host
+    assert no_more(["keep", "selective"], ["keep", "full"])
+    assert not no_more(["keep", "selective"], ["keep", "full"], seconds=1.0)
     assert not no_more(["keep", "full"], ["full", "keep"])
     assert no_more(["full", "full"], ["offload", "full"])
     assert not no_more(["offload", "full"], ["full", "full"])

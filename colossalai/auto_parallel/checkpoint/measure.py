@@ -1,10 +1,12 @@
-"""Runs blocks on the GPU, each kind once in each mode: their times, and the workspaces of their kernels."""
+"""Runs blocks and whole steps on the GPU: their times, and the bytes that a play does not show."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone
-from colossalai.auto_parallel.checkpoint.profile import CallCost
+from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
 _WARM, _ROWS, _ROW_SECONDS = 2, 3, 0.15
@@ -104,6 +106,66 @@ def measure_step(step: TrainingStep) -> Whole | None:
         return None
     finally:
         torch.cuda.empty_cache()
+
+
+@dataclass
+class StepRuns:
+    """Steps of the whole model on the GPU, and what they needed beyond the same steps as they were played.
+
+    ``beside``: bytes that are reserved for whatever else is on the device.  ``modes``: those that all blocks
+    get in turn.
+    """
+
+    step: TrainingStep
+    played: Mapping[str, StepTimeline]
+    measured: Measured
+    beside: int
+    modes: tuple[str, ...]
+
+    def run(self, modes: Mapping[str, str], regions: Sequence[Sequence[str]] = ()) -> Whole | None:
+        """The step with blocks in these modes and regions; None if the GPU has not enough memory for it."""
+        with block_modes(self.step.model, modes, regions):
+            return measure_step(self.step)
+
+    @cached_property
+    def wholes(self) -> dict[str, Whole]:
+        """The steps with all blocks in one mode, where they fit."""
+        blocks = dict.fromkeys(self.played["keep"].calls)
+        found = {mode: self.run(dict.fromkeys(blocks, mode)) for mode in self.modes}
+        return {mode: whole for mode, whole in found.items() if whole is not None}
+
+    def peak_of(self, whole: Whole) -> int:
+        """The bytes of a forward and a backward pass that was run, with states that will be there and what is
+        reserved for others that are not there yet.
+        """
+        present = states_on(self.step)
+        coming = max(0, self.played["keep"].states - present)
+        return whole.peak + coming + max(0, self.beside - (whole.beside - present))
+
+    @cached_property
+    def _more(self) -> dict[str, int]:
+        """The bytes that each of them needed beyond the forward and the backward pass that were played."""
+        return {mode: self.peak_of(whole) - self._played_peak(mode) for mode, whole in self.wholes.items()}
+
+    def _played_peak(self, mode: str) -> int:
+        line = replace(self.played[mode], step=NOTHING)
+        return peak_of_step(line, [mode] * len(line.calls), self.measured)
+
+    @property
+    def unseen(self) -> int:
+        """The most of these; of compiled steps, those of the one that keeps least: how much less than in play
+        the others keep is told by their peaks.
+        """
+        if self.step.compiled and "full" in self._more:
+            return self._more["full"]
+        return max(self._more.values(), default=0)
+
+    @property
+    def least_unseen(self) -> int:
+        """The fewest: what a kernel takes at one moment, such as in the backward pass of a stem, lies above
+        the peak of one choice and not of another.
+        """
+        return self.unseen if self.step.compiled else min(self._more.values(), default=0)
 
 
 def with_gaps(peak: int) -> int:

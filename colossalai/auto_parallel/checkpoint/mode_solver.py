@@ -74,26 +74,20 @@ class Choice:
 
 
 def does_no_more(one: Choice, other: Choice) -> bool:
-    """Whether ``one`` computes no block again more often than ``other``, and no part of a block or input that
-    comes from the host which the other does not.
+    """Whether no block is computed again more often, or waits for the host, with ``one`` and not with
+    ``other``; by their costs it takes no longer, either.
     """
     pairs = zip(_extra_work(one), _extra_work(other), strict=True)
-    return all(all(map(int.__le__, mine, its)) for mine, its in pairs)
+    return one.seconds <= other.seconds and all(
+        mine <= its and travels <= may for (mine, travels), (its, may) in pairs
+    )
 
 
-def extra_work(choice: Choice) -> int:
-    """How many times blocks are computed again, partly, or brought from the host."""
-    return sum(map(sum, _extra_work(choice)))
-
-
-def _extra_work(choice: Choice) -> list[tuple[int, int, int]]:
-    """How often each block is computed again, whether a part of it is, and whether its inputs travel."""
+def _extra_work(choice: Choice) -> list[tuple[float, bool]]:
+    """How often each block is computed again, of which a part counts half, and whether its inputs travel."""
+    often = {"keep": 0.0, "selective": 0.5, "full": 1.0, "offload": 1.0}
     return [
-        (
-            (mode in ("full", "offload")) + sum(first <= place < stop for first, stop in choice.regions),
-            int(mode == "selective"),
-            int(mode == "offload"),
-        )
+        (often[mode] + sum(first <= place < stop for first, stop in choice.regions), mode == "offload")
         for place, mode in enumerate(choice.modes)
     ]
 

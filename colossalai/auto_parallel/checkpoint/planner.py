@@ -20,17 +20,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
-from colossalai.auto_parallel.checkpoint.measure import Whole, measure_calls, measure_step, states_on
+from colossalai.auto_parallel.checkpoint.measure import StepRuns, measure_calls
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
     Choice,
     ModeProblem,
     does_no_more,
-    extra_work,
     peak_of,
     seconds_of,
 )
 from colossalai.auto_parallel.checkpoint.operation import Chain
+from colossalai.auto_parallel.checkpoint.options import (
+    bytes_of_option,
+    check_options,
+    preset_of,
+    whether_measured,
+)
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
 from colossalai.auto_parallel.checkpoint.profile import (
     Measured,
@@ -43,9 +48,9 @@ from colossalai.auto_parallel.checkpoint.profile import (
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
-from colossalai.device.presets import DEVICES, DevicePreset, device_preset
+from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
-from colossalai.utils.text import bytes_of, size_text
+from colossalai.utils.text import size_text
 
 _TRIES = 4
 _PARTS = 16
@@ -85,8 +90,8 @@ class CheckpointPlanner:
         accumulates: bool = False,
         compiled: bool = False,
     ) -> None:
-        _check(stored, autocast, optimizer, plugin)
-        self._copies, self._groups, self._compiled = stored - 1, regions and not compiled, compiled
+        check_options(stored, autocast, optimizer, plugin)
+        self._copies, self._groups = stored - 1, regions and not compiled
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
         if place is None:
@@ -94,8 +99,8 @@ class CheckpointPlanner:
                 f"auto_checkpoint: no parameter of {type(model).__name__} is trained (requires_grad), so its"
                 " step has no backward pass"
             )
-        preset = _device(device, place)
-        self._beside = _bytes("reserved", reserved)
+        preset = preset_of(device, place)
+        self._beside = bytes_of_option("reserved", reserved)
         self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
         self.step = TrainingStep(
             model,
@@ -110,20 +115,7 @@ class CheckpointPlanner:
             compiled,
         )
         self.place = place
-        self._measures = (place.type == "cuda" and plugin is None) if measure is None else measure
-        if self._measures and place.type != "cuda":
-            raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
-        if self._measures and plugin is not None:
-            raise ValueError(
-                "auto_checkpoint: measure=True runs the model as it is, and not as a plugin will hold it;"
-                " leave one of the two out"
-            )
-        if compiled and not self._measures:
-            raise ValueError(
-                "auto_checkpoint: compiled=True compiles steps and runs them, so it needs the model on a GPU,"
-                " and neither a plugin nor measure=False; without it, regions=False makes a plan that"
-                " torch.compile can take, whose compiled steps need less than was planned"
-            )
+        self._measures = whether_measured(measure, place, plugin, compiled=compiled)
         self.notes: list[str] = []
         self._look_at_kernels()
         self.played = self._play_all()
@@ -145,7 +137,7 @@ class CheckpointPlanner:
         """A step with all blocks in each mode."""
         played: dict[str, StepTimeline] = {}
         for mode in MODES:
-            if mode == "offload" and (self._compiled or self.step.device is DEVICES["cpu"]):
+            if mode == "offload" and (self.step.compiled or self.step.device is DEVICES["cpu"]):
                 continue  # a compiler does not see it; or the device is the host
             try:
                 if self._learns(mode):
@@ -208,21 +200,20 @@ class CheckpointPlanner:
     @cached_property
     def measured(self) -> Measured:
         """What runs on the GPU have shown of each call in each mode."""
-        if not self._measures or self._compiled:  # blocks that are compiled alone are not those of a step
+        if not self._measures or self.step.compiled:  # blocks that are compiled alone are not those of a step
             return {}
         return measure_calls(self.step, self.blocks, self.played)
 
     @cached_property
-    def _wholes(self) -> dict[str, Whole]:
-        """Steps on the GPU with all blocks in one mode, where they fit."""
-        found = {}
-        for mode in self.played if self._measures else ():
-            with block_modes(self.step.model, dict.fromkeys(self.blocks, mode)):
-                if (whole := measure_step(self.step)) is not None:
-                    found[mode] = whole
-        if self._measures and not found:
-            self.notes.append("no step fitted on the GPU: times and bytes of the whole are predicted")
-        return found
+    def runs(self) -> StepRuns:
+        """Steps on the GPU; there are none where nothing is measured."""
+        modes = tuple(self.played) if self._measures else ()
+        return StepRuns(self.step, self.played, self.measured, self._beside, modes)
+
+    @property
+    def unseen(self) -> int:
+        """Bytes that runs on the GPU needed beyond those that were played."""
+        return self.runs.unseen
 
     @cached_property
     def problem(self) -> ModeProblem:
@@ -233,41 +224,20 @@ class CheckpointPlanner:
         for as much slower or faster as its blocks alone are.
         """
         problem = replace(make_problem(self.played, self.step.device, self.measured), copies=self._copies)
-        if not (wholes := self._wholes):
+        if not (wholes := self.runs.wholes):
+            if self._measures:
+                self.notes.append("no step fitted on the GPU: times and bytes of the whole are predicted")
             return problem
         known = self._smallest if self._smallest in wholes else next(iter(wholes))
         times = {mode: found.seconds for mode, found in wholes.items()}
-        if "keep" in times and not self._compiled:  # nothing is faster, and what seems so is the host's noise
+        if (
+            "keep" in times and not self.step.compiled
+        ):  # nothing is faster, and what seems so is the host's noise
             times["keep"] = min(times.values())
         stages = shared_out(problem.stages, times, known)
         seconds = self.played[known].step.seconds + (0.0 if stages else wholes[known].seconds)
         problem = replace(problem, stages=stages, seconds=seconds)
-        return scaled_to(problem, {m: self._alike_peak(m) for m in wholes}) if self._compiled else problem
-
-    @cached_property
-    def unseen(self) -> int:
-        """Bytes that runs on the GPU needed beyond those that were played; of compiled steps, the one that
-        keeps least tells it, and the others how much less they keep.
-        """
-        more = {
-            mode: self._real_peak(whole) - self._passes_played(mode) for mode, whole in self._wholes.items()
-        }
-        if self._compiled and self._smallest in more:
-            return more[self._smallest]
-        return max(more.values(), default=0)
-
-    def _real_peak(self, whole: Whole) -> int:
-        """The bytes of a forward and a backward pass that was run, with states that will be there and what is
-        reserved for others that are not there yet.
-        """
-        present = states_on(self.step)
-        coming = max(0, self.played["keep"].states - present)
-        return whole.peak + coming + max(0, self._beside - (whole.beside - present))
-
-    def _passes_played(self, mode: str) -> int:
-        """The bytes of a forward and a backward pass, as they were played."""
-        line = replace(self.played[mode], step=NOTHING)
-        return peak_of_step(line, [mode] * len(line.calls), self.measured)
+        return scaled_to(problem, {m: self._alike_peak(m) for m in wholes}) if self.step.compiled else problem
 
     @property
     def _smallest(self) -> str:
@@ -299,7 +269,9 @@ class CheckpointPlanner:
             groups = [can_be_grouped(self.blocks[name]) for name in calls]
             inner = [cost._replace(groups=may) for cost, may in zip(inner, groups, strict=True)]
         alike = [self._alike(mode) for mode in self.played]
-        return Search(self.problem, self.measured, alike, inner, self._judge, plays_tell=not self._compiled)
+        return Search(
+            self.problem, self.measured, alike, inner, self._judge, plays_tell=not self.step.compiled
+        )
 
     def _alike(self, mode: str) -> Judged:
         """A step with one mode for all blocks; its peak is the one on the GPU where it was run there."""
@@ -309,13 +281,13 @@ class CheckpointPlanner:
 
     def _alike_peak(self, mode: str) -> int:
         line = self.played[mode]
-        if mode in self._wholes and not self._copies:
-            return max(self._real_peak(self._wholes[mode]) - self.unseen, line.step.peak)
+        if mode in self.runs.wholes and not self._copies:
+            return max(self.runs.peak_of(self.runs.wholes[mode]) - self.unseen, line.step.peak)
         return peak_of_step(line, [mode] * len(line.calls), self.measured, self._copies)
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
-        budget = _bytes("memory", memory)
+        budget = bytes_of_option("memory", memory)
         if not isinstance(time_limit, (int, float)) or not time_limit > 0:
             raise ValueError(
                 f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
@@ -366,26 +338,30 @@ class CheckpointPlanner:
 
     def _find(self, budget: int, time_limit: float) -> Tried:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
-        tried = self._tries(budget, time_limit)
+        tried = self._tries(budget, self.unseen, time_limit)
+        if self.unseen - self.runs.least_unseen > budget // 200:
+            tried += self._tries(budget, self.runs.least_unseen, time_limit)
         if any(
             one.judged.choice.regions and one.seconds > _SLOWER * one.judged.choice.seconds for one in tried
         ):
-            tried += self._tries(budget, time_limit, regions=False)
+            tried += self._tries(budget, self.unseen, time_limit, regions=False)
         # a mixture may take longer than its modes for all blocks, whose steps were run, let expect
         tried += [self._tried(one) for one in self.search.alike if one.peak + self.unseen <= budget]
         fits = [one for one in tried if one.peak <= budget]
         if not fits:
             return self._least_within(budget)
         fastest = min(fits, key=lambda one: one.seconds)
-        if not self._measures or self._compiled:  # what is compiled may be faster when it keeps less
+        if not self._measures or self.step.compiled:  # what is compiled may be faster when it keeps less
             return fastest
         # to compute less again takes no longer: where runs say so, only the host was slower meanwhile
         less = [one for one in fits if does_no_more(one.judged.choice, fastest.judged.choice)]
-        return min(less, key=lambda one: extra_work(one.judged.choice))
+        return min(less, key=lambda one: one.judged.choice.seconds)
 
-    def _tries(self, budget: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
-        """Choices for less and less, or more, until the step of one just stays within ``budget``."""
-        left = budget - self.unseen
+    def _tries(self, budget: int, unseen: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
+        """Choices for less and less, or more, until the step of one just stays within ``budget``; the first
+        leaves room for ``unseen`` bytes.
+        """
+        left = budget - unseen
         tried: list[Tried] = []
         for _ in range(_TRIES):
             judged = self.search.find(left, time_limit, regions=regions)
@@ -394,7 +370,7 @@ class CheckpointPlanner:
             fits_before = any(one.peak <= budget for one in tried)
             tried.append(self._tried(judged))
             room = budget - tried[-1].peak
-            if 0 <= room < budget // 50 or not self._wholes or (fits_before and room < 0):
+            if 0 <= room < budget // 50 or not self.runs.wholes or (fits_before and room < 0):
                 break
             left += room  # more than was needed, or less
         return tried
@@ -406,18 +382,12 @@ class CheckpointPlanner:
             return Tried(judged, peak, choice.seconds)
         modes, regions = self._by_block(choice)
         alike = choice.modes[0] if len(set(choice.modes)) == 1 and not regions else ""
-        whole = self._wholes.get(alike)
-        if whole is None:
-            with block_modes(self.step.model, modes, regions):
-                whole = measure_step(self.step)
+        whole = self.runs.wholes.get(alike) or self.runs.run(modes, regions)
         if whole is None:
             return Tried(judged, peak, choice.seconds)
         line = judged.line
-        return Tried(
-            judged,
-            max(self._real_peak(whole), line.step.peak + (0 if self._compiled else self.unseen)),
-            whole.seconds + line.step.seconds,
-        )
+        stepped = line.step.peak + (0 if self.step.compiled else self.unseen)
+        return Tried(judged, max(self.runs.peak_of(whole), stepped), whole.seconds + line.step.seconds)
 
     def _least_within(self, budget: int) -> Tried:
         judged, peak, _ = self._least
@@ -437,7 +407,7 @@ class CheckpointPlanner:
                 f"auto_checkpoint: {type(self.step.model).__name__} does not call the same blocks in every"
                 " step, so no plan bounds them; let it call all of them while the plan is made"
             )
-        if self._compiled:
+        if self.step.compiled:
             return Judged(choice, line, peak_of(self.problem, choice.modes))
         peak = peak_of_step(line, choice.modes, self.measured, self._copies)
         return Judged(choice, line, peak)
@@ -509,55 +479,10 @@ class CheckpointPlanner:
         return found
 
 
-def _check(stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: Any) -> None:
-    """Refuse arguments of ``auto_checkpoint`` that are none."""
-    wrong = {
-        "stored is a number of micro-batches, at least 1": (
-            stored,
-            isinstance(stored, int) and not isinstance(stored, bool) and stored > 0,
-        ),
-        "autocast is a dtype such as torch.bfloat16, or None": (
-            autocast,
-            autocast is None or (isinstance(autocast, torch.dtype) and autocast.is_floating_point),
-        ),
-        "optimizer is an optimizer of this model, not its class": (
-            optimizer,
-            optimizer is None or isinstance(optimizer, Optimizer),
-        ),
-        "plugin is a plugin of colossalai.booster": (
-            plugin,
-            plugin is None or hasattr(plugin, "share_of"),
-        ),
-    }
-    for what, (value, is_right) in wrong.items():
-        if not is_right:
-            raise ValueError(f"auto_checkpoint: {what}, got {value!r}")
-
-
-def _bytes(name: str, size: int | str) -> int:
-    try:
-        return bytes_of(size)
-    except ValueError as error:
-        raise ValueError(f"auto_checkpoint: {name}: {error}") from error
-
-
 def dist_size() -> int:
     """How many ranks plan together."""
     together = dist.is_initialized() and dist.get_backend() != "fake"
     return dist.get_world_size() if together else 1
-
-
-def _device(device: str | DevicePreset | None, place: torch.device) -> DevicePreset:
-    if isinstance(device, DevicePreset):
-        return device
-    if device is not None:
-        return device_preset(str(device))
-    if place.type != "cuda":
-        return DEVICES["cpu"]
-    try:
-        return device_preset(torch.cuda.get_device_name(place))
-    except ValueError:
-        return DEVICES["a100"]  # its times are measured
 
 
 def _largest(inputs: Any) -> int:

@@ -1,0 +1,77 @@
+"""Checks the options of ``auto_checkpoint``, and fills in what follows from the model's device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from colossalai.device.presets import DEVICES, DevicePreset, device_preset
+from colossalai.utils.text import bytes_of
+
+
+def check_options(stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: Any) -> None:
+    """Refuse arguments of ``auto_checkpoint`` that are none."""
+    wrong = {
+        "stored is a number of micro-batches, at least 1": (
+            stored,
+            isinstance(stored, int) and not isinstance(stored, bool) and stored > 0,
+        ),
+        "autocast is a dtype such as torch.bfloat16, or None": (
+            autocast,
+            autocast is None or (isinstance(autocast, torch.dtype) and autocast.is_floating_point),
+        ),
+        "optimizer is an optimizer of this model, not its class": (
+            optimizer,
+            optimizer is None or isinstance(optimizer, Optimizer),
+        ),
+        "plugin is a plugin of colossalai.booster": (
+            plugin,
+            plugin is None or hasattr(plugin, "share_of"),
+        ),
+    }
+    for what, (value, is_right) in wrong.items():
+        if not is_right:
+            raise ValueError(f"auto_checkpoint: {what}, got {value!r}")
+
+
+def bytes_of_option(name: str, size: int | str) -> int:
+    """The bytes that an option asks for, as a number or a text."""
+    try:
+        return bytes_of(size)
+    except ValueError as error:
+        raise ValueError(f"auto_checkpoint: {name}: {error}") from error
+
+
+def preset_of(device: str | DevicePreset | None, place: torch.device) -> DevicePreset:
+    """The device whose speed and kernels a plan is for: the one that was named, or that of the model."""
+    if isinstance(device, DevicePreset):
+        return device
+    if device is not None:
+        return device_preset(str(device))
+    if place.type != "cuda":
+        return DEVICES["cpu"]
+    try:
+        return device_preset(torch.cuda.get_device_name(place))
+    except ValueError:
+        return DEVICES["a100"]  # its times are measured
+
+
+def whether_measured(measure: bool | None, place: torch.device, plugin: Any, *, compiled: bool) -> bool:
+    """Whether steps are run on the GPU: by default, where the model lies there and no plugin divides it."""
+    measures = (place.type == "cuda" and plugin is None) if measure is None else measure
+    if measures and place.type != "cuda":
+        raise ValueError(f"auto_checkpoint: measure=True needs the model on a GPU, it lies on {place}")
+    if measures and plugin is not None:
+        raise ValueError(
+            "auto_checkpoint: measure=True runs the model as it is, and not as a plugin will hold it;"
+            " leave one of the two out"
+        )
+    if compiled and not measures:
+        raise ValueError(
+            "auto_checkpoint: compiled=True compiles steps and runs them, so it needs the model on a GPU,"
+            " and neither a plugin nor measure=False; without it, regions=False makes a plan that"
+            " torch.compile can take, whose compiled steps may need more or less than was planned"
+        )
+    return measures
