@@ -68,13 +68,12 @@ class Measured(NamedTuple):
         return Measured(max(self.peak, other.peak), min(self.seconds, other.seconds))
 
 
-def in_turns(seconds: Callable[..., float]) -> Callable[..., float]:
-    """``seconds`` of the planner, which times what it runs on the GPU, in a turn; before that it is run once,
-    for the compiler.
-    """
+def in_turns(seconds: Callable[..., float], *, compiled: bool) -> Callable[..., float]:
+    """``seconds`` of the planner, which times what it runs on the GPU, in a turn; compiling comes before."""
 
     def timed(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
-        once()
+        if compiled:
+            once()
         with turn():
             return seconds(once, module, device)
 
@@ -96,13 +95,14 @@ class Bench:
 
     def measure(self, model: nn.Module | None = None) -> Measured:
         """Steps of the model as it is, or of what was compiled of it, one after the other as in training."""
-        counts = self.device.type == "cpu" and model is None  # what is compiled is not seen
-        model = self.model if model is None else model
+        is_compiled, model = model is not None, self.model if model is None else model
+        counts = self.device.type == "cpu" and not is_compiled  # what is compiled is not seen
         with LiveBytes(block=512) if counts else nullcontext() as memory:
             if memory is not None:
                 memory.hold(self.held)
-            self._step(model)  # what is compiled is compiled here, while others use the GPU
-            self._wait()
+            if is_compiled:  # here, while others use the GPU
+                self._step(model)
+                self._wait()
             with turn():
                 for _ in range(WARM):
                     self._step(model)
@@ -363,7 +363,7 @@ def main() -> None:
         checkpointed_xl.compare(args.seconds, eager=args.eager, layers=args.layers)
         return
     end_after(args.seconds, _tell_verdicts)
-    measure._seconds = in_turns(measure._seconds)
+    measure._seconds = in_turns(measure._seconds, compiled=args.compiled)
     if args.small:
         args.precision = "fp32"
     print(
