@@ -230,10 +230,8 @@ class CheckpointPlanner:
             return problem
         known = self._smallest if self._smallest in wholes else next(iter(wholes))
         times = {mode: found.seconds for mode, found in wholes.items()}
-        if (
-            "keep" in times and not self.step.compiled
-        ):  # nothing is faster, and what seems so is the host's noise
-            times["keep"] = min(times.values())
+        if "keep" in times and not self.step.compiled:
+            times["keep"] = min(times.values())  # what seems faster is noise of the host
         stages = shared_out(problem.stages, times, known)
         seconds = self.played[known].step.seconds + (0.0 if stages else wholes[known].seconds)
         problem = replace(problem, stages=stages, seconds=seconds)
