@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -344,11 +344,26 @@ class _Kept(NamedTuple):
 
 
 class _Products:
-    """The results of products of the first run, and how many products there were."""
+    """The results of products of the first run, how many products there were, and the memory that the first
+    run has written to, also by views whose writes versions do not count (as torch's GRU does on a CPU).
+    """
 
     def __init__(self) -> None:
         self.results: list[_Kept] = []
         self.count = 0
+        self.memory: set[int] = set()
+        self.written: set[int] = set()
+
+    def note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """``func`` is about to run with these arguments."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+                self.written |= self.memory.intersection(_memory(written))
+
+    def is_changed(self, kept: _Kept) -> bool:
+        """Whether a result is no longer what it was."""
+        return _versions(kept.result) != kept.versions or not self.written.isdisjoint(_memory(kept.result))
 
 
 class _KeepProducts(TorchDispatchMode):
@@ -364,6 +379,8 @@ class _KeepProducts(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.kept.memory and func._schema.is_mutable:
+            self.kept.note_writes(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func not in _products() or _again.get():
             return result
@@ -373,6 +390,7 @@ class _KeepProducts(TorchDispatchMode):
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.kept.results.append(_Kept(func, detached, _versions(result)))
+            self.kept.memory.update(_memory(detached))
         return result
 
 
@@ -407,16 +425,21 @@ class _ReuseProducts(TorchDispatchMode):
             )
         kept = results[self.next]
         self.next += 1
-        if _versions(kept.result) != kept.versions:
+        if self.kept.is_changed(kept):
             raise RuntimeError(
                 f"checkpoint(keep_products=True): the result of {func} was changed in place after it had been"
-                " kept; use the operation that is not in place"
+                " kept; use the operation that is not in place, or keep no products (mode 'full')"
             )
         return kept.result
 
 
 def _versions(result: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(result: Any) -> set[int]:
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return {leaf.untyped_storage()._cdata for leaf in leaves if not is_traceable_wrapper_subclass(leaf)}
 
 
 def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:
