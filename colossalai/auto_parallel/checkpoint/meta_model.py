@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.utils.activation_checkpoint import random_states_kept
+from colossalai.utils.kept_attributes import KeptAttributes
 from colossalai.utils.layer_drop import all_layers
 
 
@@ -26,7 +27,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
     in training; afterwards everything is as before, random numbers included.
     """
     modules = list(model.modules())
-    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in modules]
+    before = [KeptAttributes(module) for module in modules]
     swapped: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
@@ -45,13 +46,8 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
         with _alike(model):
             yield
     finally:
-        for module, attributes, parameters, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for own in _own(module):
-                own.clear()
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for kept in before:
+            kept.restore()
 
 
 @contextmanager
