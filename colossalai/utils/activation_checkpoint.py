@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -38,6 +38,7 @@ from colossalai.context import random as mode_random
 from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
 from colossalai.utils.repeated_buffers import RepeatedBuffers
+from colossalai.utils.written_memory import memory_of, memory_written
 
 T = TypeVar("T")
 GetState = Callable[[], Any]
@@ -354,16 +355,9 @@ class _Products:
         self.memory: set[int] = set()
         self.written: set[int] = set()
 
-    def note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """``func`` is about to run with these arguments."""
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.is_write:
-                written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-                self.written |= self.memory.intersection(_memory(written))
-
     def is_changed(self, kept: _Kept) -> bool:
         """Whether a result is no longer what it was."""
-        return _versions(kept.result) != kept.versions or not self.written.isdisjoint(_memory(kept.result))
+        return _versions(kept.result) != kept.versions or not self.written.isdisjoint(memory_of(kept.result))
 
 
 class _KeepProducts(TorchDispatchMode):
@@ -380,7 +374,7 @@ class _KeepProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.kept.memory and func._schema.is_mutable:
-            self.kept.note_writes(func, args, kwargs)
+            self.kept.written |= self.kept.memory & memory_written(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func not in _products() or _again.get():
             return result
@@ -390,7 +384,7 @@ class _KeepProducts(TorchDispatchMode):
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.kept.results.append(_Kept(func, detached, _versions(result)))
-            self.kept.memory.update(_memory(detached))
+            self.kept.memory |= memory_of(detached)
         return result
 
 
@@ -435,11 +429,6 @@ class _ReuseProducts(TorchDispatchMode):
 
 def _versions(result: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _memory(result: Any) -> set[int]:
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return {leaf.untyped_storage()._cdata for leaf in leaves if not is_traceable_wrapper_subclass(leaf)}
 
 
 def _reentrant_is_safe(args: tuple[Any, ...]) -> bool:

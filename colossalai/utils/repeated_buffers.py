@@ -16,7 +16,7 @@ difference the second time (weights that are clamped, or scaled to a norm): only
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from colossalai.utils.written_memory import WrittenMemory, memory_of
 
 _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that, in training, only write to the buffers of their module."""
@@ -43,10 +45,10 @@ class RepeatedBuffers:
     def first_run(self) -> Iterator[None]:
         """Inside the block is the run that others repeat."""
         noted = [] if self._module is None else _noted(self._module)
-        yield
-        self._changed = [
-            changed for one in noted if not one.is_left_alone and (changed := one.look()) is not None
-        ]
+        written = WrittenMemory()
+        with written if any(one.buffer.is_meta for one in noted) else nullcontext():
+            yield
+        self._changed = _changed(noted, written.memory)
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
@@ -129,10 +131,11 @@ class _Noted(NamedTuple):
     def is_left_alone(self) -> bool:
         """Told soon, since most are."""
         is_known = self.changes is False or (self.changes is None and not self.is_copied)
-        return is_known and self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
+        is_same = self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
+        return is_known and is_same and not self.buffer.is_meta
 
-    def look(self) -> _Changed | None:
-        """What the first run, which is over, has done to it."""
+    def look(self, written: set[int]) -> _Changed | None:
+        """What the first run, which is over, has done to it; on the meta device ``written`` tells that."""
         now = self.own.get(self.name)
         if now is None:
             return None
@@ -143,7 +146,7 @@ class _Noted(NamedTuple):
             return _Changed(self.module, self.own, self.name, None, is_another)
         if self.own is self.module._parameters and type(now) is not self.kind:
             return None  # a plan has fetched it, or let it go
-        is_same = not is_another and _version(now) == self.version
+        is_same = not is_another and _version(now) == self.version and written.isdisjoint(memory_of(now))
         if is_same and self.changes is None and self.before is not None:
             is_equal = _is_equal(now, self.before)
             is_same = is_equal is not False
@@ -169,6 +172,29 @@ class _Noted(NamedTuple):
 
 def _learn(module: nn.Module, name: str, changes: bool) -> None:
     _changes.setdefault(module, {})[name, module.training] = changes
+
+
+@contextmanager
+def parameters_kept(module: nn.Module) -> Iterator[list[Tensor]]:
+    """After the block, parameters of ``module`` that are not trained are what they were; gives the copies,
+    which once there were runs are only of those that change.
+    """
+    noted = [one for one in _noted(module) if one.own is one.module._parameters]
+    try:
+        yield [one.before for one in noted if one.before is not None]
+    finally:
+        for one, changed in [(one, one.look(set())) for one in noted]:
+            one.own[one.name] = one.buffer
+            if changed is not None and changed.before is not None:
+                if changed.is_moved:
+                    one.buffer.data = changed.before.data
+                else:
+                    _set(one.buffer, changed.before)
+
+
+def _changed(noted: list[_Noted], written: set[int]) -> list[_Changed]:
+    looks = (one.look(written) for one in noted if not one.is_left_alone)
+    return [changed for changed in looks if changed is not None]
 
 
 def _noted(module: nn.Module) -> list[_Noted]:

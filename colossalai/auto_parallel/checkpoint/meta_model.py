@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from colossalai.utils.activation_checkpoint import random_states_kept
 from colossalai.utils.kept_attributes import KeptAttributes
 from colossalai.utils.layer_drop import all_layers
+from colossalai.utils.repeated_buffers import parameters_kept
 
 
 @contextmanager
@@ -78,8 +79,9 @@ def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[int]:
-    """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
-    numbers; gives the bytes of the copies on its device, and of gradients that wait meanwhile.
+    """A module in training, whose buffers, parameters that are not trained, gradients and modes are
+    afterwards what they were, as are random numbers; gives the bytes of the copies on its device, and of
+    gradients that wait meanwhile.
     """
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     gradients = [p.grad for p in module.parameters()]
@@ -87,8 +89,8 @@ def left_alone(module: nn.Module) -> Iterator[int]:
     device = next(p.device for p in module.parameters())
     try:
         module.train()
-        with _alike(module):
-            held = [*buffers.values(), *(gradient for gradient in gradients if gradient is not None)]
+        with _alike(module), parameters_kept(module) as kept:
+            held = [*buffers.values(), *kept, *(gradient for gradient in gradients if gradient is not None)]
             yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
         for part, flag in training:
