@@ -171,6 +171,8 @@ def test_bad_input_leaves_the_model_alone() -> None:
         r"autocast is a dtype .* got torch.int32": {"autocast": torch.int32},
         "optimizer is an optimizer of this model, not its class": {"optimizer": torch.optim.Adam},
         "plugin is a plugin of colossalai.booster, got 'gemini'": {"plugin": "gemini"},
+        "regions is True or False, got 'no'": {"regions": "no"},
+        "accumulates is True or False, got 4": {"accumulates": 4},
         "time_limit is a number of seconds above 0, got 0": {"time_limit": 0},
         "time_limit is a number of seconds above 0, got 'long'": {"time_limit": "long"},
         r"a batch is \(data, label\), or a dict with 'labels', got 3 items": {
