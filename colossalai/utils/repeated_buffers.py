@@ -33,6 +33,9 @@ _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forwa
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 """Whether a run changes a buffer, by its name and whether its module is in training."""
 
+_doubtful: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
+"""Which buffers a run changes of which it is not known whether that matters, in the same words."""
+
 
 class RepeatedBuffers:
     """The buffers of ``module`` and of all that is in it, for one first run and any number of others."""
@@ -72,7 +75,9 @@ class RepeatedBuffers:
                 else:
                     _set(buffer, values)
             if differing:
-                _learn(differing[0].module, differing[0].name, True)
+                for module, names in _doubtful.items():  # all of them, so that one step is lost, not several
+                    _changes.setdefault(module, {}).update(dict.fromkeys(names, True))
+                _doubtful.clear()
                 raise differing[0].error()
 
 
@@ -158,6 +163,8 @@ class _Noted(NamedTuple):
         if before is None and is_another and _version(self.buffer) == self.version:
             before = self.buffer
         elif self.changes is None and not self.is_copied:
+            if not self.buffer.is_meta:
+                _doubtful.setdefault(self.module, set()).add((self.name, self.module.training))
             return _Changed(self.module, self.own, self.name, None, is_another, is_doubtful=True)
         self._learn(True)
         if now.is_meta:
