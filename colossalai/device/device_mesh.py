@@ -176,6 +176,11 @@ def _logical(physical: Tensor, shape: Sequence[int] | None, logical: Tensor | No
     ranks = sorted(physical.flatten().tolist())
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"physical_mesh_id names a rank twice: {ranks}")
+    if wrong := [rank for rank in ranks if rank < 0 or rank != int(rank)]:
+        raise ValueError(
+            f"physical_mesh_id has the numbers of ranks, 0 and up, got {wrong[0]!r}; give a tensor or a list"
+            " such as torch.arange(4)"
+        )
     if logical is not None:
         logical = torch.as_tensor(logical)
         if sorted(logical.flatten().tolist()) != ranks:

@@ -61,7 +61,9 @@ class InputError(ValueError):
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that ``forward`` does not take."""
+    """Refuse what is no module, and arguments that its ``forward`` does not take."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tracing needs a module (torch.nn.Module), got {type(model).__name__}")
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

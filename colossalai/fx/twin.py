@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map_only
 
+from colossalai.utils.kept_attributes import KeptAttributes
 from colossalai.utils.layer_drop import all_layers
 
 RECOMPUTED = "activation_checkpoint"
@@ -63,7 +64,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     otherwise in this block, in words.
     """
     modules = list(model.modules())
-    kept = [_Attributes(module) for module in modules]
+    kept = [KeptAttributes(module) for module in modules]
     undo: list[Callable[[], None]] = []
     try:
         _take_fakes(modules, mode, device)
@@ -76,23 +77,6 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             restore()
         for state in kept:
             state.restore()
-
-
-class _Attributes:
-    """The attributes of a module, and what lies in those that are lists or dicts."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._attributes = dict(module.__dict__)
-        # parameters, buffers and children are among them, and the lists of weights of an RNN
-        self._contents = [(v, v.copy()) for v in module.__dict__.values() if isinstance(v, (list, dict))]
-
-    def restore(self) -> None:
-        self._module.__dict__.clear()
-        self._module.__dict__.update(self._attributes)
-        for container, content in self._contents:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _take_fakes(modules: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:

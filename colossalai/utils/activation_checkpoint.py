@@ -38,6 +38,7 @@ from colossalai.context import random as mode_random
 from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
 from colossalai.utils.repeated_buffers import RepeatedBuffers
+from colossalai.utils.written_memory import memory_of, memory_written
 
 T = TypeVar("T")
 GetState = Callable[[], Any]
@@ -344,11 +345,19 @@ class _Kept(NamedTuple):
 
 
 class _Products:
-    """The results of products of the first run, and how many products there were."""
+    """The results of products of the first run, how many products there were, and the memory that the first
+    run has written to, also by views whose writes versions do not count (as torch's GRU does on a CPU).
+    """
 
     def __init__(self) -> None:
         self.results: list[_Kept] = []
         self.count = 0
+        self.memory: set[int] = set()
+        self.written: set[int] = set()
+
+    def is_changed(self, kept: _Kept) -> bool:
+        """Whether a result is no longer what it was."""
+        return _versions(kept.result) != kept.versions or not self.written.isdisjoint(memory_of(kept.result))
 
 
 class _KeepProducts(TorchDispatchMode):
@@ -364,6 +373,8 @@ class _KeepProducts(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.kept.memory and func._schema.is_mutable:
+            self.kept.written |= self.kept.memory & memory_written(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func not in _products() or _again.get():
             return result
@@ -373,6 +384,7 @@ class _KeepProducts(TorchDispatchMode):
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 detached = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.kept.results.append(_Kept(func, detached, _versions(result)))
+            self.kept.memory |= memory_of(detached)
         return result
 
 
@@ -407,10 +419,10 @@ class _ReuseProducts(TorchDispatchMode):
             )
         kept = results[self.next]
         self.next += 1
-        if _versions(kept.result) != kept.versions:
+        if self.kept.is_changed(kept):
             raise RuntimeError(
                 f"checkpoint(keep_products=True): the result of {func} was changed in place after it had been"
-                " kept; use the operation that is not in place"
+                " kept; use the operation that is not in place, or keep no products (mode 'full')"
             )
         return kept.result
 

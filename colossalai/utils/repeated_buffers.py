@@ -1,19 +1,23 @@
-"""Buffers of a module whose forward pass runs a second time.
+"""Buffers and parameters of a module whose forward pass runs a second time.
 
 The second run needs them as they were before the first, since it may read what it changes (the vectors of a
 spectral norm, the code book of a quantizer, a moving average); and afterwards they are what they were, so
-that they change once for each forward pass.
+that they change once for each forward pass.  Below, a buffer is a parameter, too: code keeps such values as
+either.
 
 [Note: which buffers are copied] Most buffers are constants, and of the others most are the running statistics
 of norms, which training does not read.  So a buffer is copied only until one run has left it alone; one that
-changes later is noticed by its version, and the second run is refused, since its values are lost.
+changes later is noticed by its version, and the second run is refused, since its values are lost.  The same
+holds for parameters that are not trained.  Trained ones, and those of a class that is not torch's, which a
+plan moves, are not copied before they were seen to change.  They may be changed in a way that makes no
+difference the second time (weights that are clamped, or scaled to a norm): only if it does is it refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,11 +25,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from colossalai.utils.written_memory import WrittenMemory, memory_of
+
 _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that, in training, only write to the buffers of their module."""
 
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 """Whether a run changes a buffer, by its name and whether its module is in training."""
+
+_doubtful: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
+"""Which buffers a run changes of which it is not known whether that matters, in the same words."""
 
 
 class RepeatedBuffers:
@@ -38,76 +47,111 @@ class RepeatedBuffers:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Inside the block is the run that others repeat."""
-        noted = [] if self._module is None else [_Noted.of(*place) for place in _places(self._module)]
-        yield
-        self._changed = [changed for one in noted if (changed := one.look()) is not None]
+        noted = [] if self._module is None else _noted(self._module)
+        written = WrittenMemory()
+        with written if any(one.buffer.is_meta for one in noted) else nullcontext():
+            yield
+        self._changed = _changed(noted, written.memory)
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Inside the block, buffers are what they were before the first run; afterwards, what they are."""
-        if lost := [f"{one.name} of {type(one.module).__name__}" for one in self._changed if one.is_lost]:
-            raise RuntimeError(
-                f"a forward pass that is computed again has changed a buffer that it had left alone before"
-                f" ({lost[0]}), so the values it had are lost; this is known now: run the step again, from"
-                " its forward pass on"
-            )
-        now = [(one, buffer := one.module._buffers[one.name], _copy(buffer)) for one in self._changed]
+        if lost := [one for one in self._changed if one.is_lost]:
+            raise lost[0].error()
+        now = [
+            (one, buffer := one.own[one.name], buffer.data if one.is_moved else _copy(buffer))
+            for one in self._changed
+        ]
         try:
             for one in self._changed:
                 one.put_back()
             yield
         finally:
+            differing = [one for one, buffer, values in now if one.is_doubtful and _differ(buffer, values)]
             for one, buffer, values in now:
-                one.module._buffers[one.name] = buffer
-                _set(buffer, values)
+                one.own[one.name] = buffer
+                if one.is_moved:
+                    buffer.data = values
+                else:
+                    _set(buffer, values)
+            if differing:
+                for module, names in _doubtful.items():  # all of them, so that one step is lost, not several
+                    _changes.setdefault(module, {}).update(dict.fromkeys(names, True))
+                _doubtful.clear()
+                raise differing[0].error()
 
 
 class _Changed(NamedTuple):
-    """A buffer that the first run has changed, or put another in the place of; its values of before, if the
-    run may have read them.
+    """A buffer that the first run has changed, or put another in the place of, or moved to other memory; its
+    values of before, if the run may have read them.
+
+    ``is_doubtful``: they were not kept, and may not be needed.
     """
 
     module: nn.Module
+    own: dict[str, Any]
     name: str
     before: Tensor | None
     is_another: bool
+    is_moved: bool = False
     is_lost: bool = False
+    is_doubtful: bool = False
 
     def put_back(self) -> None:
         if self.before is None:
             return
         if self.is_another:
-            self.module._buffers[self.name] = _copy(self.before)
+            self.own[self.name] = _copy(self.before)
+        elif self.is_moved:  # what it shares memory with now, such as an output, stays as it is
+            self.own[self.name].data = _copy(self.before).data
         else:
-            _set(self.module._buffers[self.name], self.before)
+            _set(self.own[self.name], self.before)
+
+    def error(self) -> RuntimeError:
+        return RuntimeError(
+            f"a forward pass that is computed again has changed a buffer or parameter that it had left alone"
+            f" before ({self.name} of {type(self.module).__name__}), so the values it had are lost; this is"
+            " known now: run the step again, from its forward pass on"
+        )
 
 
 class _Noted(NamedTuple):
-    """A buffer before the first run; its values, if they may be needed."""
+    """A buffer before the first run; its values, if they may be needed.
+
+    ``is_copied``: until it is known whether it changes.
+    """
 
     module: nn.Module
+    own: dict[str, Any]
     name: str
     buffer: Tensor
+    kind: type[Tensor]
     version: int
+    memory: int | None
+    is_copied: bool
     changes: bool | None
     before: Tensor | None
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str, buffer: Tensor) -> _Noted:
-        changes = _changes.get(module, {}).get((name, module.training))
-        is_needed = changes is not False and not _is_statistic(module) and not buffer.is_meta
-        return cls(module, name, buffer, _version(buffer), changes, _copy(buffer) if is_needed else None)
+    @property
+    def is_left_alone(self) -> bool:
+        """Told soon, since most are."""
+        is_known = self.changes is False or (self.changes is None and not self.is_copied)
+        is_same = self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
+        return is_known and is_same and not self.buffer.is_meta
 
-    def look(self) -> _Changed | None:
-        """What the first run, which is over, has done to it."""
-        now = self.module._buffers.get(self.name)
+    def look(self, written: set[int]) -> _Changed | None:
+        """What the first run, which is over, has done to it; on the meta device ``written`` tells that."""
+        now = self.own.get(self.name)
         if now is None:
             return None
-        if _is_statistic(self.module):
+        is_another = now is not self.buffer
+        if _is_only_written(self.module, self.own):
             if not self.module.training:
                 return None
-            return _Changed(self.module, self.name, None, now is not self.buffer)
-        is_same = now is self.buffer and _version(now) == self.version
+            return _Changed(self.module, self.own, self.name, None, is_another)
+        if self.own is self.module._parameters and type(now) is not self.kind:
+            return None  # a plan has fetched it, or let it go
+        is_same = not is_another and _version(now) == self.version and written.isdisjoint(memory_of(now))
         if is_same and self.changes is None and self.before is not None:
             is_equal = _is_equal(now, self.before)
             is_same = is_equal is not False
@@ -115,62 +159,113 @@ class _Noted(NamedTuple):
                 self._learn(not is_equal)
         if is_same and not self.changes:
             return None
-        self._learn(True)
         before = self.before
+        if before is None and is_another and _version(self.buffer) == self.version:
+            before = self.buffer
+        elif self.changes is None and not self.is_copied:
+            if not self.buffer.is_meta:
+                _doubtful.setdefault(self.module, set()).add((self.name, self.module.training))
+            return _Changed(self.module, self.own, self.name, None, is_another, is_doubtful=True)
+        self._learn(True)
         if now.is_meta:
             before = torch.empty_like(self.buffer)  # which is counted, as the copy is
-        elif before is None and now is not self.buffer and _version(self.buffer) == self.version:
-            before = self.buffer
-        return _Changed(self.module, self.name, before, now is not self.buffer, before is None)
+        is_moved = not is_another and self.before is not None and _memory(now) != self.memory
+        return _Changed(self.module, self.own, self.name, before, is_another, is_moved, before is None)
 
     def _learn(self, changes: bool) -> None:
         if not self.buffer.is_meta:
-            _changes.setdefault(self.module, {})[self.name, self.module.training] = changes
+            _learn(self.module, self.name, changes)
 
 
-def _places(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _learn(module: nn.Module, name: str, changes: bool) -> None:
+    _changes.setdefault(module, {})[name, module.training] = changes
+
+
+@contextmanager
+def parameters_kept(module: nn.Module) -> Iterator[list[Tensor]]:
+    """After the block, parameters of ``module`` that are not trained are what they were; gives the copies,
+    which once there were runs are only of those that change.
+    """
+    noted = [one for one in _noted(module) if one.own is one.module._parameters]
+    try:
+        yield [one.before for one in noted if one.before is not None]
+    finally:
+        for one, changed in [(one, one.look(set())) for one in noted]:
+            one.own[one.name] = one.buffer
+            if changed is not None and changed.before is not None:
+                if changed.is_moved:
+                    one.buffer.data = changed.before.data
+                else:
+                    _set(one.buffer, changed.before)
+
+
+def _changed(noted: list[_Noted], written: set[int]) -> list[_Changed]:
+    looks = (one.look(written) for one in noted if not one.is_left_alone)
+    return [changed for changed in looks if changed is not None]
+
+
+def _noted(module: nn.Module) -> list[_Noted]:
     """All buffers; ``module.modules()`` takes three times as long, which a small block notices."""
     owners: dict[int, nn.Module] = {}
     _walk(module, owners)
-    return [
-        (owner, name, buffer)
-        for owner in owners.values()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    found = []
+    for owner in owners.values():
+        known = _changes.get(owner, {})
+        for own in (owner._buffers, owner._parameters):
+            for name, buffer in own.items():
+                if buffer is None:
+                    continue
+                kind, memory, before = type(buffer), None, None
+                is_copied = own is owner._buffers or (kind is nn.Parameter and not buffer.requires_grad)
+                changes = known.get((name, owner.training))
+                is_needed = is_copied if changes is None else changes
+                if is_needed and not _is_only_written(owner, own) and not buffer.is_meta:
+                    memory, before = _memory(buffer), _copy(buffer)
+                version = _version(buffer)
+                found.append(
+                    _Noted(owner, own, name, buffer, kind, version, memory, is_copied, changes, before)
+                )
+    return found
 
 
 def _walk(module: nn.Module, owners: dict[int, nn.Module]) -> None:
-    if module._buffers:
+    if module._buffers or module._parameters:
         owners[id(module)] = module
     for child in module._modules.values():
         if child is not None:
             _walk(child, owners)
 
 
-def _is_statistic(module: nn.Module) -> bool:
-    return type(module).forward in _STATISTICS
+def _is_only_written(module: nn.Module, own: dict[str, Any]) -> bool:
+    return own is module._buffers and type(module).forward in _STATISTICS
 
 
 def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
-def _copy(buffer: Tensor | None) -> Tensor:
-    assert buffer is not None
-    return buffer.detach().clone()
+def _memory(buffer: Tensor) -> int | None:
+    return buffer.data_ptr() if type(buffer) in (Tensor, nn.Parameter) else None
 
 
-def _set(buffer: Tensor | None, values: Tensor) -> None:
+def _copy(buffer: Tensor) -> Tensor:
+    copy = buffer.detach().clone()
+    return nn.Parameter(copy, buffer.requires_grad) if isinstance(buffer, nn.Parameter) else copy
+
+
+def _set(buffer: Tensor, values: Tensor) -> None:
     """Write ``values``; autograd may have kept the buffer, and need not know."""
-    assert buffer is not None
     if not buffer.is_inference():  # nothing writes to it
         buffer.data.copy_(values)
 
 
+def _differ(buffer: Tensor, before: Tensor) -> bool:
+    return _is_equal(buffer, before) is False
+
+
 def _is_equal(buffer: Tensor, before: Tensor) -> bool | None:
     """None where values cannot be seen, as in tracing, or only together with other ranks."""
-    if type(buffer) is not Tensor:
+    if type(buffer) not in (Tensor, nn.Parameter):
         return None
     try:
         return torch.equal(buffer, before)

@@ -171,6 +171,8 @@ def test_bad_input_leaves_the_model_alone() -> None:
         r"autocast is a dtype .* got torch.int32": {"autocast": torch.int32},
         "optimizer is an optimizer of this model, not its class": {"optimizer": torch.optim.Adam},
         "plugin is a plugin of colossalai.booster, got 'gemini'": {"plugin": "gemini"},
+        "regions is True or False, got 'no'": {"regions": "no"},
+        "accumulates is True or False, got 4": {"accumulates": 4},
         "time_limit is a number of seconds above 0, got 0": {"time_limit": 0},
         "time_limit is a number of seconds above 0, got 'long'": {"time_limit": "long"},
         r"a batch is \(data, label\), or a dict with 'labels', got 3 items": {
@@ -299,3 +301,34 @@ def test_regions_reach_less_than_single_blocks() -> None:
 
 def equal(mine: Tensor | None, theirs: Tensor | None) -> bool:
     return (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
+
+
+class Captures(nn.Module):
+    """Gives its blocks hooks in the first forward pass, as transformers does for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.has_hooks = False
+        self.found: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_hooks:
+            self.has_hooks = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda layer, args, output: self.found.append(output))
+        for layer in self.layers:
+            x = layer(x).tanh()
+        assert len(self.found) == len(self.layers)
+        loss = x.square().mean() + torch.stack(self.found).mean()
+        self.found.clear()
+        return loss
+
+
+def test_hooks_that_a_model_gives_itself() -> None:
+    model = Captures()
+    x = torch.rand(64, 32)
+    auto_checkpoint(model, x, "1 MiB", device="cpu")
+    assert not model.has_hooks
+    assert not any(layer._forward_hooks for layer in model.layers)
+    model(x).backward()

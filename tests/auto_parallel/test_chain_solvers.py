@@ -171,6 +171,9 @@ def test_curve_of_a_long_chain_falls() -> None:
 def test_bad_chains_and_budgets() -> None:
     with pytest.raises(ValueError, match="one more of x"):
         Chain([1.0], [1.0], [1], [1])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"at least 0, got btime with {wrong!r}"):
+            Chain([1.0], [wrong], [1, 1], [1])
     chain = random_chain(random.Random(1), 3)
     with pytest.raises(ValueError, match="the least that one needs is about"):
         CheckpointSolverRotor(chain, 1).solve()

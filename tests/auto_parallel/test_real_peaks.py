@@ -69,6 +69,27 @@ class Losses(nn.Module):
         )
 
 
+class Codes(nn.Module):
+    """Changes a frozen parameter where versions do not count it, and puts another in the place of one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.codes = nn.Parameter(torch.rand(256, 32), requires_grad=False)
+        self.steps = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        hidden = torch.tanh(hidden[0] if isinstance(hidden, tuple) else hidden)
+        self.codes.data.mul_(0.9).add_(hidden.detach(), alpha=0.1)
+        self.steps = nn.Parameter(self.steps + 1, requires_grad=False)
+        return x + hidden * self.codes.clone() * self.steps
+
+
+def _codes(inner: Callable[[], nn.Module]) -> tuple[nn.Module, Any]:
+    return nn.Sequential(*(Codes(inner()) for _ in range(3))), torch.rand(256, 32)
+
+
 def _swin() -> nn.Module:
     sizes: dict[str, Any] = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2]}
     return SwinForImageClassification(SwinConfig(**sizes, num_heads=[2, 2], window_size=4))
@@ -90,6 +111,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "neox": lambda: (_neox(), {"input_ids": IDS, "labels": IDS}),  # queries lie in memory as they are cut
     "losses": lambda: (Losses(), torch.rand(64, 32)),
     "writes": lambda: (unusual(True), torch.rand(64, 32)),
+    "codes": lambda: _codes(lambda: nn.Linear(32, 32)),
+    "lstm codes": lambda: _codes(lambda: nn.LSTM(32, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),
@@ -125,6 +148,18 @@ def test_peaks_of_real_steps(name: str) -> None:
         planner.apply(plan)
         real = real_peak(planner.step)
         assert 0.99 * plan.peak <= real <= plan.peak <= plan.budget
+
+
+@pytest.mark.parametrize("name", ["codes", "lstm codes"])
+def test_a_plan_changes_no_parameter(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    before = [(p, p.clone()) for p in model.parameters()]
+    planner = CheckpointPlanner(model, batch, device="cpu")
+    plans(planner)
+    for p, (same, value) in zip(model.parameters(), before, strict=True):
+        assert p is same
+        assert torch.equal(p, value)
 
 
 def test_gradients_that_stay_are_counted() -> None:

@@ -62,6 +62,9 @@ def test_questions_that_are_refused() -> None:
         _ = mesh.mesh
     with pytest.raises(ValueError, match="names a rank twice"):
         DeviceMesh(torch.zeros(2))
+    for wrong in (-1, 0.5):
+        with pytest.raises(ValueError, match=f"the numbers of ranks, 0 and up, got {wrong}"):
+            DeviceMesh(torch.tensor([wrong, 1]))
 
 
 def test_clusters() -> None:

@@ -174,6 +174,8 @@ def test_code_outside_torch_runs_on_real_tensors() -> None:
     assert_same(step(model, graph, x), step(model, model, x))
     with pytest.raises(InputError, match="outside"):
         trace_model(Numpy().to("meta"), x)
+    with pytest.raises(TypeError, match=r"needs a module .* got function"):
+        trace_model(lambda x: x, x)  # type: ignore[arg-type]
 
 
 def test_leaves_by_choice() -> None:

@@ -435,6 +435,13 @@ def test_a_kept_product_that_is_changed_in_place_is_refused() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
+def test_a_kept_product_that_is_changed_without_a_version_is_refused() -> None:
+    """torch's GRU does so on a CPU, by ``unsafe_chunk``."""
+    layer, x = nn.GRU(8, 8), torch.randn(3, 2, 8)
+    with pytest.raises(RuntimeError, match=r"the result of aten.* was changed in place .*mode 'full'"):
+        checkpoint(layer, False, x, keep_products=True, use_reentrant=False)[0].sum().backward()
+
+
 class Residual(nn.Module):
     """Two products, of which the backward pass does not need the result of the second."""
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.utils.activation_checkpoint import random_states_kept
+from colossalai.utils.kept_attributes import KeptAttributes
 from colossalai.utils.layer_drop import all_layers
+from colossalai.utils.repeated_buffers import parameters_kept
 
 
 @contextmanager
@@ -26,7 +28,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
     in training; afterwards everything is as before, random numbers included.
     """
     modules = list(model.modules())
-    before = [(m, dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in modules]
+    before = [KeptAttributes(module) for module in modules]
     swapped: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
@@ -45,13 +47,8 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
         with _alike(model):
             yield
     finally:
-        for module, attributes, parameters, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for own in _own(module):
-                own.clear()
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+        for kept in before:
+            kept.restore()
 
 
 @contextmanager
@@ -82,8 +79,9 @@ def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[int]:
-    """A module in training, whose buffers, gradients and modes are afterwards what they were, as are random
-    numbers; gives the bytes of the copies on its device, and of gradients that wait meanwhile.
+    """A module in training, whose buffers, parameters that are not trained, gradients and modes are
+    afterwards what they were, as are random numbers; gives the bytes of the copies on its device, and of
+    gradients that wait meanwhile.
     """
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     gradients = [p.grad for p in module.parameters()]
@@ -91,8 +89,8 @@ def left_alone(module: nn.Module) -> Iterator[int]:
     device = next(p.device for p in module.parameters())
     try:
         module.train()
-        with _alike(module):
-            held = [*buffers.values(), *(gradient for gradient in gradients if gradient is not None)]
+        with _alike(module), parameters_kept(module) as kept:
+            held = [*buffers.values(), *kept, *(gradient for gradient in gradients if gradient is not None)]
             yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
         for part, flag in training:

@@ -35,6 +35,14 @@ class Chain:
                 f" {lengths} and {len(self.x)} of x"
             )
 
+        for name in ("ftime", "btime", "x", "xbar", "ftmp", "btmp"):
+            wrong = [value for value in getattr(self, name) if not 0 <= value < float("inf")]
+            if wrong:
+                raise ValueError(
+                    f"a Chain has times and bytes of at least 0, got {name} with {wrong[0]!r}; give the"
+                    " seconds and the bytes of each stage"
+                )
+
     def __len__(self) -> int:
         return len(self.ftime)
 

@@ -11,8 +11,10 @@ from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.utils.text import bytes_of
 
 
-def check_options(stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: Any) -> None:
-    """Refuse arguments of ``auto_checkpoint`` that are none."""
+def check_options(
+    stored: int, autocast: torch.dtype | None, optimizer: Any, plugin: Any, **switches: bool
+) -> None:
+    """Refuse arguments of ``auto_checkpoint`` that are none; ``switches`` are true or not, by their names."""
     wrong = {
         "stored is a number of micro-batches, at least 1": (
             stored,
@@ -30,6 +32,9 @@ def check_options(stored: int, autocast: torch.dtype | None, optimizer: Any, plu
             plugin,
             plugin is None or hasattr(plugin, "share_of"),
         ),
+    }
+    wrong |= {
+        f"{name} is True or False": (value, isinstance(value, bool)) for name, value in switches.items()
     }
     for what, (value, is_right) in wrong.items():
         if not is_right:

@@ -90,7 +90,8 @@ class CheckpointPlanner:
         accumulates: bool = False,
         compiled: bool = False,
     ) -> None:
-        check_options(stored, autocast, optimizer, plugin)
+        switches = {"regions": regions, "accumulates": accumulates, "compiled": compiled}
+        check_options(stored, autocast, optimizer, plugin, **switches)
         self._copies, self._groups = stored - 1, regions and not compiled
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
