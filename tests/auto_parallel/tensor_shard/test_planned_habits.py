@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -346,10 +347,60 @@ class Energy(nn.Module):
         return force.square().mean() + energy
 
 
+class EnergyOfWeights(Energy):
+    """Asks for the gradient of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.b(self.a(x).tanh()).sum()
+        (slope,) = torch.autograd.grad(energy, self.a.weight, create_graph=True)
+        return slope.square().mean() + energy
+
+
+class Slopes(nn.Module):
+    """Its code depends on values, and asks for the gradient of a sum with respect to its second tensor.
+
+    It asks for it always, where the values say so (``hidden``), or puts a hook there instead (``hook``).
+    """
+
+    def __init__(self, hidden: bool, hook: bool) -> None:
+        super().__init__()
+        self.fc, self.hidden, self.hook = nn.Linear(8, 8), hidden, hook
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        depends = bool((y != 0).any())  # False while it is traced
+        if (depends or not self.hidden) and self.hook:
+            x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        elif depends or not self.hidden:
+            total = (y.square() + self.fc(x).tanh()).sum()
+            (x,) = torch.autograd.grad(total, x, create_graph=True)
+        result: Tensor = self.fc(x)
+        return result.square().mean()
+
+
+class AsksSlopes(nn.Module):
+    """``Slopes`` of tensors of other modules, one of them perhaps made of the other (``chained``)."""
+
+    def __init__(self, *, chained: bool, hidden: bool = False, hook: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.slopes = nn.Linear(8, 8), nn.Linear(8, 8), Slopes(hidden, hook)
+        self.chained = chained
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        y = self.b(hidden if self.chained else x)
+        found: Tensor = self.slopes(y, hidden) + hidden.square().mean()
+        return found
+
+
 def _odd_code(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
-    kind: type[nn.Module]
-    for kind in (WritesInPlace, OwnBackward, TwoLosses, Energy):
+    kinds: tuple[Callable[[], nn.Module], ...] = (
+        *(WritesInPlace, OwnBackward, TwoLosses, Energy, EnergyOfWeights),
+        partial(AsksSlopes, chained=True),
+        partial(AsksSlopes, chained=False, hidden=True),
+        partial(AsksSlopes, chained=True, hook=True),
+    )
+    for kind in kinds:
         for seed in range(3):
             torch.manual_seed(0)
             model = kind().double()
@@ -363,6 +414,27 @@ def _odd_code(rank: int, world_size: int, port: int) -> None:
                     torch.optim.SGD(one.parameters(), lr=0.1).step()
             check_equal(model, serial, gradients=True)
             check_equal(model, serial)
+
+
+def _hidden_slopes(rank: int, world_size: int, port: int) -> None:
+    """What the trace did not see is refused by name: gradients, and hooks, of what others have made."""
+    _start(rank, world_size, port)
+    refusals = (
+        (False, r"module 'slopes' is one operation .* asks for gradients \(torch.autograd.grad\) that pass"),
+        (
+            True,
+            "module 'slopes' is one operation .* puts a hook on the gradient of a tensor that it is given",
+        ),
+    )
+    for hook, match in refusals:
+        x = torch.ones(8, 8)
+        model, _ = planned(AsksSlopes(chained=True, hidden=True, hook=hook), (1, 2), 0, x=x)
+        with pytest.raises(RuntimeError, match=match):
+            model(x)
+
+
+def test_gradients_that_a_module_asks_for_by_values_are_refused() -> None:
+    spawn(_hidden_slopes, 2)
 
 
 def test_models_that_write_in_place_or_have_gradients_of_their_own() -> None:

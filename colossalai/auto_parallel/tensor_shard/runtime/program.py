@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bind, bound_call
 from colossalai.auto_parallel.tensor_shard.runtime.dropped_copies import without_copies
 from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
+from colossalai.auto_parallel.tensor_shard.runtime.leaf_calls import call_leaf, leaf_form
 from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, ShardedPlan
@@ -76,11 +78,6 @@ def moved(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, links: Links) -> Tens
     if torch.is_grad_enabled() and x.requires_grad:
         return redistribute(x, src, dst, mesh, links=links)
     return move(x, src, dst, mesh, links=links)
-
-
-def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module that is one operation of the graph."""
-    return module(*args, **kwargs)
 
 
 def build_program(
@@ -290,9 +287,9 @@ class _Builder:
     def _call(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any) -> _Value:
         finish: Callable[[fx.Node], fx.Node] | None = None
         if node.op == "call_module":
-            arguments = (self._leaf[str(node.target)], *args)
+            arguments = (self._leaf[str(node.target)], leaf_form(node), *tree_leaves((args, kwargs)))
             made = bound_call(
-                self.graph, self.numbers.draw_alike, self.key, call_leaf, arguments, kwargs, node.name
+                self.graph, self.numbers.draw_alike, self.key, call_leaf, arguments, {}, node.name
             )
         else:
             call = LocalCall(
