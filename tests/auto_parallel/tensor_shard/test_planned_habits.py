@@ -92,6 +92,45 @@ def test_a_plan_of_training_evaluates_without_dropout() -> None:
     spawn(_evaluation, 2)
 
 
+class Target(nn.Module):
+    """Takes one tensor with a gradient and without, by the same weights, as methods with a teacher do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        with torch.no_grad():
+            target = self.b(hidden).tanh()
+        return (hidden - target).square().mean() + self.b(hidden).mean()
+
+
+def _without_gradients(rank: int, world_size: int, port: int) -> None:
+    """A model with a part that runs without gradients leaves the mode of its caller as it is."""
+    _start(rank, world_size, port)
+    for block in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, x = Target().double(), torch.randn(8, 8, dtype=torch.float64)
+        serial = copy.deepcopy(model)
+        model, _ = planned(model, (1, 2), 0, x=x)
+        for training in (True, False):
+            model.train(training)
+            with block():
+                loss = model(x)
+                assert not torch.is_grad_enabled()
+                assert not loss.requires_grad
+            torch.testing.assert_close(loss, serial(x).detach())
+        model.train()
+        model(x).backward()
+        serial(x).backward()
+        check_equal(model, serial, gradients=True)
+
+
+def test_models_in_blocks_without_gradients() -> None:
+    spawn(_without_gradients, 2)
+
+
 # ---- random numbers ----
 
 
@@ -241,6 +280,25 @@ class Branching(nn.Module):
         return y if y.sum() > 0 else -y
 
 
+class Nests(Branching):
+    """One operation with tensors in a dict, in a tuple, and beside these."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y.mean(0), {"total": y.sum()}), y
+
+
+class TakesNests(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), Nests(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (mean, rest), y = self.second(self.first(x))
+        result: Tensor = self.third(y) * mean + rest["total"]
+        return result.square().mean()
+
+
 class SharesWeight(nn.Module):
     """A product and a module that is one operation take the same weight; a comparison gives no gradient."""
 
@@ -258,9 +316,10 @@ class SharesWeight(nn.Module):
 
 def _shared(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
-    for seed in range(4):
+    for number in range(8):
         torch.manual_seed(0)
-        model, x = SharesWeight().double(), torch.randn(8, 8, dtype=torch.float64)
+        seed, kind = number // 2, (SharesWeight, TakesNests)[number % 2]
+        model, x = kind().double(), torch.randn(8, 8, dtype=torch.float64)
         serial = copy.deepcopy(model)
         model, _ = planned(model, (1, 2), seed, x=x)
         for one in (model, serial):
@@ -268,7 +327,7 @@ def _shared(rank: int, world_size: int, port: int) -> None:
         check_equal(model, serial, gradients=True)
 
 
-def test_a_weight_that_a_module_of_one_operation_shares() -> None:
+def test_modules_of_one_operation_share_weights_and_return_nests() -> None:
     spawn(_shared, 2)
 
 
@@ -298,6 +357,22 @@ class WritesInPlace(nn.Module):
         z = self.norm(self.a(filled) + self.table(torch.arange(8)) + turned * self.seen)
         z += y
         return (z.relu_() - self.mean).square().mean()
+
+
+class AddsOnto(nn.Module):
+    """Adds in place onto products, whose sums over ranks may be handed on in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, 4, 8)
+        y = x
+        for layer in self.layers:
+            y = layer(y.tanh())
+            y += x
+        return y.square().mean()
 
 
 class OwnBackward(nn.Module):
@@ -395,7 +470,7 @@ class AsksSlopes(nn.Module):
 def _odd_code(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
     kinds: tuple[Callable[[], nn.Module], ...] = (
-        *(WritesInPlace, OwnBackward, TwoLosses, Energy, EnergyOfWeights),
+        *(WritesInPlace, AddsOnto, OwnBackward, TwoLosses, Energy, EnergyOfWeights, Target),
         partial(AsksSlopes, chained=True),
         partial(AsksSlopes, chained=False, hidden=True),
         partial(AsksSlopes, chained=True, hook=True),
