@@ -614,6 +614,9 @@ def _plain_loop(rank: int, world_size: int, port: int) -> None:
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
     with pytest.warns(UserWarning, match="has the pieces of this rank"):
         model.state_dict()
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch.*are pieces.*load_model\(model, path\)"):
+        model.load_state_dict(serial.state_dict())
+    model.load_state_dict(model.state_dict())
     loss = model(**batches[0])["loss"]
     weight = model.up.weight  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"call loss[.]backward\(\) and read p[.]grad"):
