@@ -250,7 +250,7 @@ class CostPass:
         if node.op == "call_method":
             return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
         module = self._module(node)
-        return lambda *args, **kwargs: run_leaf(module, args, kwargs)
+        return lambda *args, **kwargs: run_leaf(str(node.target), module, args, kwargs)
 
     def _module(self, node: fx.Node) -> nn.Module:
         return attribute(self._model, "" if node.target == ROOT else str(node.target))

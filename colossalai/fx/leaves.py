@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from colossalai.fx.functions import record_call
+from colossalai.fx.functions import AsksForGradients, record_call
 
 MODULE = "module"
 """The key of a node's meta under which the path of its module lies."""
@@ -83,9 +85,48 @@ def _places(indices: Collection[Tensor | None]) -> list[Tensor | None]:
     return found
 
 
-def run_leaf(module: nn.Module, args: Any, kwargs: Any) -> Any:
+@contextmanager
+def no_gradients_beyond(tensors: Any, error: Callable[[], Exception]) -> Iterator[None]:
+    """Within the block, a backward pass that goes on beyond ``tensors`` raises ``error()``.
+
+    These are what a leaf takes, of which it may ask gradients; what they were computed from is not its
+    affair: other operations of a graph, with parts of a gradient on each rank of a plan.
+    """
+
+    def refuse(_: Any) -> None:
+        raise error()
+
+    made = {x.grad_fn for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.grad_fn is not None}
+    with ExitStack() as hooks:
+        for function in made:  # autograd calls these hooks only where it goes through the function
+            hooks.callback(function.register_prehook(refuse).remove)
+        yield
+
+
+@contextmanager
+def no_hooks_on(tensors: Any, error: Callable[[], Exception]) -> Iterator[None]:
+    """At the end of the block, raise ``error()`` if code in it has put a hook on one of ``tensors``.
+
+    The hook would see the gradient of what a leaf takes, to which other operations add their parts.
+    """
+    own = [x for x in tree_leaves(tensors) if isinstance(x, Tensor)]
+    before = [len(x._backward_hooks or ()) for x in own]
+    yield
+    if before != [len(x._backward_hooks or ()) for x in own]:
+        raise error()
+
+
+def run_leaf(path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call ``module`` on fake tensors; where it asks for values, it is given zeros."""
-    with ValuesAsZero():
+
+    def beyond() -> Exception:
+        return AsksForGradients(f"{path} asks for gradients (torch.autograd.grad) of what others have made")
+
+    def hooked() -> Exception:
+        return AsksForGradients(f"{path} puts a hook on the gradient of a tensor that others have made")
+
+    given = args, kwargs
+    with ValuesAsZero(), no_gradients_beyond(given, beyond), no_hooks_on(given, hooked):
         return module(*args, **kwargs)
 
 
@@ -162,7 +203,7 @@ class ModuleCalls:
     def _record(self, tracer: Any, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def run() -> Any:
             result = self._outputs(path)
-            return run_leaf(module, args, kwargs) if result is None else result
+            return run_leaf(path, module, args, kwargs) if result is None else result
 
         return record_call(tracer, leaf_call, (path or ROOT, *args), kwargs, run)
 
@@ -175,7 +216,8 @@ def same_code(model: nn.Module, path: str) -> list[str]:
 
 def failing_line(error: BaseException) -> str:
     """The innermost line of an error's traceback that is neither torch's nor ours: ``file:line: text``."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    here = Path(__file__).parent
+    ours = (str(Path(torch.__file__).parent), str(here), str(here.parent / "auto_parallel"))
     found = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

@@ -55,7 +55,8 @@ def trace_model(
     rehearsed: dict[str, Rehearsed] = {}
     while True:
         try:
-            return _attempt(model, args, kwargs, fake_device(model, device), loss, leaves, rehearsed)
+            with torch.inference_mode(False), torch.enable_grad():  # wherever it is called
+                return _attempt(model, args, kwargs, fake_device(model, device), loss, leaves, rehearsed)
         except InputError as failed:
             _rehearse(model, args, kwargs, failed, loss, leaves, rehearsed)
 

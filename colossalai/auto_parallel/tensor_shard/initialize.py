@@ -145,10 +145,18 @@ def initialize_model(
         raise TypeError(
             f"autoparallelize has no option {unknown[0]!r}; those of its search are {', '.join(_SEARCH)}"
         )
+    states = search.pop("optimizer_states", 2)
+    if not isinstance(states, int) or isinstance(states, bool) or states < 0:
+        raise ValueError(
+            f"optimizer_states={states!r}; expected how many states the optimizer keeps of each parameter, 2"
+            " for Adam"
+        )
+    for name in ("activation_checkpoint", "tie"):
+        if not isinstance(search.get(name, False), bool):
+            raise ValueError(f"{name}={search[name]!r}; expected True or False")
     if device_mesh.num_devices == 1:
         return (model, []) if return_solution else model
     ranks = MeshRanks(device_mesh.mesh)
-    states = search.pop("optimizer_states", 2)
 
     def constructed() -> StrategiesConstructor:
         graph = _trace(model, meta_args)

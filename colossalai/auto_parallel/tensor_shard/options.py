@@ -46,7 +46,7 @@ class SolverOptions:
     shard_option: ShardOption = ShardOption.STANDARD
 
     def __post_init__(self) -> None:
-        self.solver_perference = _member(SolverPerference, self.solver_perference, "solver_perference")
+        self.solver_perference = _member(SolverPerference, self.solver_perference, "solver_preference")
         self.dataloader_option = _member(DataloaderOption, self.dataloader_option, "dataloader_option")
         self.shard_option = _member(ShardOption, self.shard_option, "shard_option")
 

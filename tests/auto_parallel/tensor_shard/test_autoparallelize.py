@@ -107,6 +107,13 @@ def _refusals(rank: int, world_size: int, port: int, file: str) -> None:
     refused(InfeasibleBudgetError, r"memory_budget=100 bytes: the smallest plan", memory_budget="100 B")
     refused(ValueError, "memory_budget='much': a size is a number of bytes, or a text", memory_budget="much")
     refused(TypeError, "autoparallelize has no option 'speed'; those of its search are .*gap", speed=2)
+    refused(ValueError, "gap='much'; expected a number from 0", gap="much")
+    refused(ValueError, "time_limit='5 s'; expected seconds >= 0", time_limit="5 s")
+    for states in (-1, "two", True):
+        refused(ValueError, f"optimizer_states={states!r}; expected how many", optimizer_states=states)
+    for name in ("activation_checkpoint", "tie"):
+        refused(ValueError, f"{name}='yes'; expected True or False", **{name: "yes"})
+    refused(ValueError, "solver_preference='fast'; expected one of 'standard'", solver_preference="fast")
     refused(ValueError, "meta_args=7; expected a dict of the arguments of forward", 7)
     refused(ValueError, r"mesh_shape \(2, 2\) has 4 places", logical_mesh_shape=(2, 2))
     refused(ValueError, "meta_args names 'y'", {"y": torch.empty(8, 16)})

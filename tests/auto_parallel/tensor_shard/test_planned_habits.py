@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,45 @@ def _evaluation(rank: int, world_size: int, port: int) -> None:
 
 def test_a_plan_of_training_evaluates_without_dropout() -> None:
     spawn(_evaluation, 2)
+
+
+class Target(nn.Module):
+    """Takes one tensor with a gradient and without, by the same weights, as methods with a teacher do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        with torch.no_grad():
+            target = self.b(hidden).tanh()
+        return (hidden - target).square().mean() + self.b(hidden).mean()
+
+
+def _without_gradients(rank: int, world_size: int, port: int) -> None:
+    """A model with a part that runs without gradients leaves the mode of its caller as it is."""
+    _start(rank, world_size, port)
+    for block in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, x = Target().double(), torch.randn(8, 8, dtype=torch.float64)
+        serial = copy.deepcopy(model)
+        model, _ = planned(model, (1, 2), 0, x=x)
+        for training in (True, False):
+            model.train(training)
+            with block():
+                loss = model(x)
+                assert not torch.is_grad_enabled()
+                assert not loss.requires_grad
+            torch.testing.assert_close(loss, serial(x).detach())
+        model.train()
+        model(x).backward()
+        serial(x).backward()
+        check_equal(model, serial, gradients=True)
+
+
+def test_models_in_blocks_without_gradients() -> None:
+    spawn(_without_gradients, 2)
 
 
 # ---- random numbers ----
@@ -240,6 +280,25 @@ class Branching(nn.Module):
         return y if y.sum() > 0 else -y
 
 
+class Nests(Branching):
+    """One operation with tensors in a dict, in a tuple, and beside these."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y.mean(0), {"total": y.sum()}), y
+
+
+class TakesNests(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), Nests(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (mean, rest), y = self.second(self.first(x))
+        result: Tensor = self.third(y) * mean + rest["total"]
+        return result.square().mean()
+
+
 class SharesWeight(nn.Module):
     """A product and a module that is one operation take the same weight; a comparison gives no gradient."""
 
@@ -257,9 +316,10 @@ class SharesWeight(nn.Module):
 
 def _shared(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
-    for seed in range(4):
+    for number in range(8):
         torch.manual_seed(0)
-        model, x = SharesWeight().double(), torch.randn(8, 8, dtype=torch.float64)
+        seed, kind = number // 2, (SharesWeight, TakesNests)[number % 2]
+        model, x = kind().double(), torch.randn(8, 8, dtype=torch.float64)
         serial = copy.deepcopy(model)
         model, _ = planned(model, (1, 2), seed, x=x)
         for one in (model, serial):
@@ -267,7 +327,7 @@ def _shared(rank: int, world_size: int, port: int) -> None:
         check_equal(model, serial, gradients=True)
 
 
-def test_a_weight_that_a_module_of_one_operation_shares() -> None:
+def test_modules_of_one_operation_share_weights_and_return_nests() -> None:
     spawn(_shared, 2)
 
 
@@ -297,6 +357,22 @@ class WritesInPlace(nn.Module):
         z = self.norm(self.a(filled) + self.table(torch.arange(8)) + turned * self.seen)
         z += y
         return (z.relu_() - self.mean).square().mean()
+
+
+class AddsOnto(nn.Module):
+    """Adds in place onto products, whose sums over ranks may be handed on in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, 4, 8)
+        y = x
+        for layer in self.layers:
+            y = layer(y.tanh())
+            y += x
+        return y.square().mean()
 
 
 class OwnBackward(nn.Module):
@@ -346,10 +422,60 @@ class Energy(nn.Module):
         return force.square().mean() + energy
 
 
+class EnergyOfWeights(Energy):
+    """Asks for the gradient of a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.b(self.a(x).tanh()).sum()
+        (slope,) = torch.autograd.grad(energy, self.a.weight, create_graph=True)
+        return slope.square().mean() + energy
+
+
+class Slopes(nn.Module):
+    """Its code depends on values, and asks for the gradient of a sum with respect to its second tensor.
+
+    It asks for it always, where the values say so (``hidden``), or puts a hook there instead (``hook``).
+    """
+
+    def __init__(self, hidden: bool, hook: bool) -> None:
+        super().__init__()
+        self.fc, self.hidden, self.hook = nn.Linear(8, 8), hidden, hook
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        depends = bool((y != 0).any())  # False while it is traced
+        if (depends or not self.hidden) and self.hook:
+            x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        elif depends or not self.hidden:
+            total = (y.square() + self.fc(x).tanh()).sum()
+            (x,) = torch.autograd.grad(total, x, create_graph=True)
+        result: Tensor = self.fc(x)
+        return result.square().mean()
+
+
+class AsksSlopes(nn.Module):
+    """``Slopes`` of tensors of other modules, one of them perhaps made of the other (``chained``)."""
+
+    def __init__(self, *, chained: bool, hidden: bool = False, hook: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.slopes = nn.Linear(8, 8), nn.Linear(8, 8), Slopes(hidden, hook)
+        self.chained = chained
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        y = self.b(hidden if self.chained else x)
+        found: Tensor = self.slopes(y, hidden) + hidden.square().mean()
+        return found
+
+
 def _odd_code(rank: int, world_size: int, port: int) -> None:
     _start(rank, world_size, port)
-    kind: type[nn.Module]
-    for kind in (WritesInPlace, OwnBackward, TwoLosses, Energy):
+    kinds: tuple[Callable[[], nn.Module], ...] = (
+        *(WritesInPlace, AddsOnto, OwnBackward, TwoLosses, Energy, EnergyOfWeights, Target),
+        partial(AsksSlopes, chained=True),
+        partial(AsksSlopes, chained=False, hidden=True),
+        partial(AsksSlopes, chained=True, hook=True),
+    )
+    for kind in kinds:
         for seed in range(3):
             torch.manual_seed(0)
             model = kind().double()
@@ -363,6 +489,27 @@ def _odd_code(rank: int, world_size: int, port: int) -> None:
                     torch.optim.SGD(one.parameters(), lr=0.1).step()
             check_equal(model, serial, gradients=True)
             check_equal(model, serial)
+
+
+def _hidden_slopes(rank: int, world_size: int, port: int) -> None:
+    """What the trace did not see is refused by name: gradients, and hooks, of what others have made."""
+    _start(rank, world_size, port)
+    refusals = (
+        (False, r"module 'slopes' is one operation .* asks for gradients \(torch.autograd.grad\) that pass"),
+        (
+            True,
+            "module 'slopes' is one operation .* puts a hook on the gradient of a tensor that it is given",
+        ),
+    )
+    for hook, match in refusals:
+        x = torch.ones(8, 8)
+        model, _ = planned(AsksSlopes(chained=True, hidden=True, hook=hook), (1, 2), 0, x=x)
+        with pytest.raises(RuntimeError, match=match):
+            model(x)
+
+
+def test_gradients_that_a_module_asks_for_by_values_are_refused() -> None:
+    spawn(_hidden_slopes, 2)
 
 
 def test_models_that_write_in_place_or_have_gradients_of_their_own() -> None:
@@ -467,6 +614,9 @@ def _plain_loop(rank: int, world_size: int, port: int) -> None:
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
     with pytest.warns(UserWarning, match="has the pieces of this rank"):
         model.state_dict()
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch.*are pieces.*load_model\(model, path\)"):
+        model.load_state_dict(serial.state_dict())
+    model.load_state_dict(model.state_dict())
     loss = model(**batches[0])["loss"]
     weight = model.up.weight  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"call loss[.]backward\(\) and read p[.]grad"):

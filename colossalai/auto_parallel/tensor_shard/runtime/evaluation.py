@@ -60,14 +60,15 @@ def check_evaluation(model: nn.Module, graph: OpGraph, args: Any, kwargs: Any) -
 
     Code may ask whether it is in training, so the model is traced once more, as it is now.
     """
-    with serial_twin(model):
+    with torch.inference_mode(False), serial_twin(model):
         traced = trace_model(model, *args, **kwargs)
     ours, theirs = list(_operations(graph)), list(_operations(traced))
     for one, other in zip(ours, theirs, strict=False):
         if one[1:] != other[1:]:
+            now = f"{other[1]} of other tensors" if one[1] == other[1] else other[1]
             raise RuntimeError(
                 f"in evaluation the model does not compute what the plan was made for: {one[0]} is"
-                f" {one[1]} there, and {other[1]} in evaluation; make a plan for a copy of the model that is"
+                f" {one[1]} there, and {now} in evaluation; make a plan for a copy of the model that is"
                 " in evaluation, from a checkpoint of this one"
             )
     if len(ours) != len(theirs):

@@ -17,6 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from colossalai.auto_parallel.tensor_shard.runtime.leaf_calls import (
+    check_gradients_asked,
+    leaf_that_runs,
+)
+from colossalai.fx.leaves import ROOT
 from colossalai.interface.clipping import watch_clipping
 from colossalai.mesh.collectives import all_reduce
 from colossalai.mesh.parameter import has_own_mesh, own_mesh, placement
@@ -89,11 +94,14 @@ def _watch_backward() -> None:
     @wraps(native)
     def run(outputs: Any, *args: Any, **options: Any) -> Any:
         inputs = args[3] if len(args) > 3 else options.get("inputs", ())
-        if any(isinstance(x, Tensor) and has_own_mesh(x) for x in inputs):
+        check_gradients_asked(outputs, inputs)
+        leaf = leaf_that_runs()  # where it is the whole model, every rank has all gradients
+        if leaf != ROOT and any(isinstance(x, Tensor) and has_own_mesh(x) for x in inputs):
+            where = "" if leaf is None else f"module {leaf!r} asks for gradients of parameters: "
             raise RuntimeError(
-                "torch.autograd.grad, and backward(inputs=...), cannot be asked for gradients of chosen"
-                " parameters of a model that autoparallelize has changed: they are summed over ranks at the"
-                " end of a whole backward pass; call loss.backward() and read p.grad"
+                f"{where}torch.autograd.grad, and backward(inputs=...), cannot be asked for gradients of"
+                " chosen parameters of a model that autoparallelize has changed: they are summed over ranks"
+                " at the end of a whole backward pass; call loss.backward() and read p.grad"
             )
         return native(outputs, *args, **options)
 

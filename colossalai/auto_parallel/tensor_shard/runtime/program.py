@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.tensor_shard.runtime.bound_calls import bind, bound_call
 from colossalai.auto_parallel.tensor_shard.runtime.dropped_copies import without_copies
 from colossalai.auto_parallel.tensor_shard.runtime.gradient_buckets import GradientBuckets
+from colossalai.auto_parallel.tensor_shard.runtime.leaf_calls import call_leaf, leaf_form
 from colossalai.auto_parallel.tensor_shard.runtime.local_calls import LocalCall, run_on_pieces
 from colossalai.auto_parallel.tensor_shard.runtime.random_pieces import RandomPieces, draws
 from colossalai.auto_parallel.tensor_shard.sharded_plan import NodePlan, ShardedPlan
@@ -67,6 +69,11 @@ class Program:
         )
 
 
+def _switch(on: bool, before: bool) -> None:
+    """Turn gradients on or off, as the recording did; in a call without gradients they stay off."""
+    torch._C._set_grad_enabled(on and before)
+
+
 class UnfitPlanError(ValueError):
     """A plan does not fit its graph."""
 
@@ -76,11 +83,6 @@ def moved(x: Tensor, src: Layout, dst: Layout, mesh: Mesh, links: Links) -> Tens
     if torch.is_grad_enabled() and x.requires_grad:
         return redistribute(x, src, dst, mesh, links=links)
     return move(x, src, dst, mesh, links=links)
-
-
-def call_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module that is one operation of the graph."""
-    return module(*args, **kwargs)
 
 
 def build_program(
@@ -119,6 +121,7 @@ class _Builder:
         self.labels = self._labels(nodes)
         state, leaves = self._state(nodes)
         outputs: list[Layout | None] = []
+        self.with_gradients = self.graph.call_function(torch.is_grad_enabled)
         for node in nodes:
             if node.op == "output":
                 outputs = self._output(node)
@@ -126,6 +129,8 @@ class _Builder:
                 before = next(iter(reversed(self.graph.nodes)))
                 self.values[node] = self._operation(node)
                 self._note(node, before, self.labels.get(node.name))
+        if not self.with_gradients.users:
+            self.graph.erase_node(self.with_gradients)
         module = ColoGraphModule(self.root, self.graph, "Program")
         return Program(module, state, leaves, outputs, any(map(draws, nodes)))
 
@@ -210,6 +215,8 @@ class _Builder:
     # Operations
 
     def _operation(self, node: fx.Node) -> _Value:
+        if node.target is torch._C._set_grad_enabled:
+            return _Value(self.graph.call_function(_switch, (node.args[0], self.with_gradients)), None)
         if node.target in _PICKS:
             source, key = self.values[node.args[0]], node.args[1]  # type: ignore[index]
             layouts = source.layouts[key] if isinstance(source.layouts, (list, tuple, dict)) else None  # type: ignore[index]
@@ -290,9 +297,9 @@ class _Builder:
     def _call(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any) -> _Value:
         finish: Callable[[fx.Node], fx.Node] | None = None
         if node.op == "call_module":
-            arguments = (self._leaf[str(node.target)], *args)
+            arguments = (self._leaf[str(node.target)], leaf_form(node), *tree_leaves((args, kwargs)))
             made = bound_call(
-                self.graph, self.numbers.draw_alike, self.key, call_leaf, arguments, kwargs, node.name
+                self.graph, self.numbers.draw_alike, self.key, call_leaf, arguments, {}, node.name
             )
         else:
             call = LocalCall(
@@ -302,18 +309,24 @@ class _Builder:
         value, steps = node.meta.get("val"), list(zip(plan.computed, plan.outputs, strict=True))
         if isinstance(value, Tensor):
             ((computed, outputs),) = steps
-            made = self._move(_Value(made, computed), computed, outputs, node.name)
-            return _Value(made if finish is None else finish(made), outputs)
+            result = self._move(_Value(made, computed), computed, outputs, node.name)
+            if finish is not None:
+                result = finish(result)
+            elif result is not made and self._written_memory & self.traced.memory(node):
+                # a piece is a view of what it was cut from, which autograd lets no one write into
+                result = self.graph.call_function(torch.ops.aten.clone.default, (result,))
+            return _Value(result, outputs)
         return self._results(node, made, value, steps)
 
     def _results(
         self, node: fx.Node, made: fx.Node, value: Any, steps: list[tuple[Layout, Layout]]
     ) -> _Value:
         """The results of an operation with several."""
-        if not isinstance(value, (list, tuple)) or all(src == dst for src, dst in steps):
+        flat = isinstance(value, (list, tuple)) and not any(isinstance(v, (list, tuple, dict)) for v in value)
+        if not flat or all(src == dst for src, dst in steps):
             left = iter([dst for _, dst in steps])
             layouts: Any = None
-            if isinstance(value, (list, tuple)):
+            if flat:
                 layouts = [next(left, None) if isinstance(v, Tensor) else None for v in value]
             elif any(layout.sharded for _, layout in steps):
                 raise UnfitPlanError(

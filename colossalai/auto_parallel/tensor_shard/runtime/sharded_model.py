@@ -256,6 +256,20 @@ class RunsPlan(ForwardWrapper):
             warn_of_pieces(self)  # type: ignore[arg-type]
         return super().state_dict(*args, keep_vars=keep_vars, **kwargs)  # type: ignore[misc]
 
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As any module's, with the pieces of this rank."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error}\n\tParameters of this model are pieces, as the plan of autoparallelize says, and"
+                " load_state_dict takes those of this rank; a file of the whole model is loaded by"
+                " colossalai.booster.Booster().load_model(model, path), which every rank calls, or before"
+                " autoparallelize"
+            ) from None
+
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Write the whole model as transformers does; every rank must call it, and rank 0 writes."""
         save = super().save_pretrained  # type: ignore[misc]

@@ -135,10 +135,10 @@ _NO_PLAN = "forbidden strategies and pairs (cost inf) leave no plan; allow a con
 def _check(graph: StrategyGraph, backend: str, gap: float, time_limit: float | None) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}; expected one of {', '.join(BACKENDS)}")
-    if not 0 <= gap < 1:
-        raise ValueError(f"gap={gap}; expected a number from 0 (the best plan) up to 1")
-    if time_limit is not None and not time_limit >= 0:
-        raise ValueError(f"time_limit={time_limit}; expected seconds >= 0, or None")
+    if not isinstance(gap, (int, float)) or not 0 <= gap < 1:
+        raise ValueError(f"gap={gap!r}; expected a number from 0 (the best plan) up to 1")
+    if time_limit is not None and (not isinstance(time_limit, (int, float)) or not time_limit >= 0):
+        raise ValueError(f"time_limit={time_limit!r}; expected seconds >= 0, or None")
     budget = graph.memory_budget
     if budget is not None and not 0 <= budget < np.inf:
         raise ValueError(f"memory_budget={budget}; expected bytes >= 0, or None for no budget")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.auto_parallel.tensor_shard.strategies.writes import Writes, find_writes
 from colossalai.fx import OpGraph, OpNode
@@ -93,8 +93,8 @@ def plan_graph(graph: OpGraph) -> PlanGraph:
             sources[node] = Source(kind, str(node.target), info=parameter)
             if parameter is not None:
                 depends.add(node)
-        elif node.target is operator.getitem:
-            sources[node] = sources[node.args[0]][node.args[1]]
+        elif node.target in (operator.getitem, getattr):
+            sources[node] = node.target(sources[node.args[0]], node.args[1])
             depends.update({node} if node.args[0] in depends else ())
         elif node.op == "output":
             result = [
@@ -189,13 +189,9 @@ def _node(
 
 
 def _add_outputs(node: fx.Node, op: OpNode, sources: dict[fx.Node, Any]) -> None:
-    made = [Source("node", node.name, i, info) for i, info in enumerate(op.outputs)]
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        sources[node] = made[0]
-    else:
-        left = iter(made)
-        sources[node] = [next(left) if isinstance(v, Tensor) else None for v in tree_leaves(value)]
+    """A source for each tensor of its result, in lists, dicts and objects like those that it returns."""
+    left = iter([Source("node", node.name, i, info) for i, info in enumerate(op.outputs)])
+    sources[node] = tree_map(lambda v: next(left) if isinstance(v, Tensor) else None, node.meta.get("val"))
 
 
 def _reached(graph: OpGraph) -> set[str]:
@@ -208,11 +204,27 @@ def _reached(graph: OpGraph) -> set[str]:
         for argument in written_arguments(node):
             for memory in graph.memory(argument):
                 writers[memory].append(node)
+    learning = {
+        memory
+        for written in writers.values()
+        for node in written
+        if node.name in graph.nodes and any(info.requires_grad for info in graph.nodes[node.name].outputs)
+        for argument in written_arguments(node)
+        for memory in graph.memory(argument)
+    }
+
+    def stops(node: fx.Node) -> bool:
+        """Whether no gradient goes through: of what is detached, or runs without gradients."""
+        outputs = graph.nodes[node.name].outputs if node.name in graph.nodes else ()
+        return bool(outputs) and not any(o.requires_grad or o.memory in learning for o in outputs)
+
     pending, found = [nodes[-1]], set[fx.Node]()
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
+            if stops(node):
+                continue
             pending += node.all_input_nodes
             pending += [
                 w for n in node.all_input_nodes for memory in graph.memory(n) for w in writers[memory]

@@ -37,7 +37,11 @@ def insert_shares(graph: OpGraph) -> list[str]:
         groups: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
         for user in node.users:
             name = operation_name(user)
-            if name in _PRODUCTS and tensor_arguments(user).count(node) == 1:
+            if name not in _PRODUCTS or tensor_arguments(user).count(node) != 1:
+                continue
+            # what runs without gradients (torch.no_grad) takes the tensor itself: an identity made there for
+            # others would keep their gradients from it
+            if graph.nodes[user.name].outputs[0].requires_grad:
                 groups[name, tensor_arguments(user).index(node)].append(user)
         made += [_insert(graph, node, users) for users in groups.values() if len(users) > 1]
     if made:
