@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import colossalai
 from colossalai.auto_parallel.tensor_shard.runtime import gradient_buckets, program
@@ -73,6 +73,38 @@ def _check(family: str, shape: tuple[int, int], make: Any) -> None:
     if family not in ("mlp", "resnet"):
         pytest.importorskip("transformers")
     spawn(_beside_serial, shape[0] * shape[1], timeout=240, family=family, shape=shape, make=make)
+
+
+class EinsumAttention(nn.Module):
+    """Weights of three dims: whole, the einsum keeps a copy in another order, of a piece it keeps a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(3, 4, 16, 4) * 0.2)
+        self.out = nn.Parameter(torch.randn(4, 4, 16) * 0.2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        q, k, v = torch.einsum("btd,ihde->ibhte", x, self.qkv).unbind(0)
+        weights = torch.einsum("bhqe,bhke->bhqk", q, k).softmax(-1)
+        return {"loss": (x + torch.einsum("bhqk,bhke,hed->bqd", weights, v, self.out)).square().mean()}
+
+
+def _einsum(rank: int, world_size: int, port: int) -> None:
+    _start(rank, world_size, port)
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return EinsumAttention().double()
+
+    batches = [{"x": torch.randn(8, 8, 16, dtype=torch.float64)} for _ in range(2)]
+    problem = Problem(build=build, batches=batches, loss=lambda model, batch: model(**batch)["loss"])
+    for seed in range(6):
+        plan = partial(PlannedTraining, shape=(1, 4), make=partial(random_choice, seed=seed))
+        check_plan(problem, plan, tolerance=EXACT)
+
+
+def test_bytes_of_weights_of_which_an_operation_keeps_a_copy() -> None:
+    spawn(_einsum, 4, timeout=240)
 
 
 _BUDGETS = ("none", "medium", "tight")

@@ -226,6 +226,8 @@ class _Builder:
         if plan is None:
             plan = self._whole(node)
         operands, written = iter(plan.inputs), written_arguments(node)
+        op = self.traced.nodes.get(node.name)
+        saved = () if op is None else op.saved_parameters  # what predictions move again; not a copy of it
         copies: dict[fx.Node, tuple[fx.Node, Layout, Layout]] = {}
 
         def taken(argument: fx.Node) -> fx.Node:
@@ -238,7 +240,8 @@ class _Builder:
                     f"{node.name} takes more tensors than its plan ({plan.strategy}) has inputs"
                 )
             made = self._move(value, value.layouts, layout, argument.name)
-            if value.rests is not None and layout.dims != value.layouts.dims:
+            moves = value.rests is not None and layout.dims != value.layouts.dims
+            if moves and str(argument.target) in saved:
                 copies[made] = value.node, value.layouts, layout
             if made is not value.node and argument in written:
                 # what was moved may be a view of what it was
