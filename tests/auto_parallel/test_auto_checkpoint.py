@@ -152,6 +152,13 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, batch, 1000)
     with pytest.raises(ValueError, match="'20 GiB' or '500 MB', got 'much'"):
         auto_checkpoint(model, batch, "much")
+    in_place = gpt2()
+    in_place.compile()
+    for compiled in (torch.compile(model), in_place):
+        with pytest.raises(ValueError, match=r"compiled already \(GPT2LMHeadModel\).*compiled=True on a GPU"):
+            auto_checkpoint(compiled, batch, "1 GiB")
+    with pytest.raises(ValueError, match="compiled is True or False, got 'yes'"):
+        auto_checkpoint(model, batch, "1 GiB", compiled="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="GPT2LMHeadModel cannot compute a loss of this batch"):
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
     with pytest.raises(ValueError, match="has no part 'x'"):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES
+from colossalai.interface.model import below_compile
 from colossalai.nn.checkpoint_blocks import checkpoint_blocks, group_blocks, refuse_checkpointed
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -21,6 +22,12 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_checkpoint needs a module, got {type(model).__name__}")
+    if below_compile(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"auto_checkpoint: the model is compiled already ({type(below_compile(model)).__name__}), and a"
+            " plan would be made of its operations one by one; call auto_checkpoint first, with"
+            " compiled=True on a GPU or regions=False elsewhere, and torch.compile on the result"
+        )
     found = _named(model, names) if names is not None else _entries(model) or _parts(model)
     refuse_checkpointed(model, found)
     chosen = set(found)
