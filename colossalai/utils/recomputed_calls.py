@@ -152,6 +152,8 @@ class _Call(NamedTuple):
 class _Packed:
     """Stands for a tensor that autograd asked to keep."""
 
+    __slots__ = ("__weakref__", "dtype", "shape", "tensor")
+
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
         self.tensor: Tensor | None = None

@@ -6,11 +6,12 @@ that they change once for each forward pass.  Below, a buffer is a parameter, to
 either.
 
 [Note: which buffers are copied] Most buffers are constants, and of the others most are the running statistics
-of norms, which training does not read.  So a buffer is copied only until one run has left it alone; one that
-changes later is noticed by its version, and the second run is refused, since its values are lost.  The same
-holds for parameters that are not trained.  Trained ones, and those of a class that is not torch's, which a
-plan moves, are not copied before they were seen to change.  They may be changed in a way that makes no
-difference the second time (weights that are clamped, or scaled to a norm): only if it does is it refused.
+of norms, which training does not read: the second run changes others in their place.  A buffer is copied only
+until one run has left it alone; one that changes later is noticed by its version, and the second run is
+refused, since its values are lost.  The same holds for parameters that are not trained.  Trained ones, and
+those of a class that is not torch's, which a plan moves, are not copied before they were seen to change.
+They may be changed in a way that makes no difference the second time (weights that are clamped, or scaled to
+a norm): only if it does is it refused.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ class RepeatedBuffers:
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._changed: list[_Changed] = []
+        self._statistics: list[_Owned] = []
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Inside the block is the run that others repeat."""
-        noted = [] if self._module is None else _noted(self._module)
+        noted: list[_Noted] = []
+        if self._module is not None:
+            noted, self._statistics = _noted(self._module)
         written = WrittenMemory()
         with written if any(one.buffer.is_meta for one in noted) else nullcontext():
             yield
@@ -65,7 +69,8 @@ class RepeatedBuffers:
         try:
             for one in self._changed:
                 one.put_back()
-            yield
+            with _others_in_place_of(self._statistics):
+                yield
         finally:
             differing = [one for one, buffer, values in now if one.is_doubtful and _differ(buffer, values)]
             for one, buffer, values in now:
@@ -79,6 +84,13 @@ class RepeatedBuffers:
                     _changes.setdefault(module, {}).update(dict.fromkeys(names, True))
                 _doubtful.clear()
                 raise differing[0].error()
+
+
+class _Owned(NamedTuple):
+    """Where a buffer is found."""
+
+    own: dict[str, Any]
+    name: str
 
 
 class _Changed(NamedTuple):
@@ -145,10 +157,6 @@ class _Noted(NamedTuple):
         if now is None:
             return None
         is_another = now is not self.buffer
-        if _is_only_written(self.module, self.own):
-            if not self.module.training:
-                return None
-            return _Changed(self.module, self.own, self.name, None, is_another)
         if self.own is self.module._parameters and type(now) is not self.kind:
             return None  # a plan has fetched it, or let it go
         is_same = not is_another and _version(now) == self.version and written.isdisjoint(memory_of(now))
@@ -186,7 +194,7 @@ def parameters_kept(module: nn.Module) -> Iterator[list[Tensor]]:
     """After the block, parameters of ``module`` that are not trained are what they were; gives the copies,
     which once there were runs are only of those that change.
     """
-    noted = [one for one in _noted(module) if one.own is one.module._parameters]
+    noted = [one for one in _noted(module)[0] if one.own is one.module._parameters]
     try:
         yield [one.before for one in noted if one.before is not None]
     finally:
@@ -204,14 +212,20 @@ def _changed(noted: list[_Noted], written: set[int]) -> list[_Changed]:
     return [changed for changed in looks if changed is not None]
 
 
-def _noted(module: nn.Module) -> list[_Noted]:
-    """All buffers; ``module.modules()`` takes three times as long, which a small block notices."""
+def _noted(module: nn.Module) -> tuple[list[_Noted], list[_Owned]]:
+    """All buffers, and beside them the statistics that are only written to; ``module.modules()`` takes three
+    times as long, which a small block notices.
+    """
     owners: dict[int, nn.Module] = {}
     _walk(module, owners)
-    found = []
+    found, statistics = [], []
     for owner in owners.values():
         known = _changes.get(owner, {})
         for own in (owner._buffers, owner._parameters):
+            if own is owner._buffers and type(owner).forward in _STATISTICS:
+                if owner.training:
+                    statistics += [_Owned(own, name) for name, buffer in own.items() if buffer is not None]
+                continue
             for name, buffer in own.items():
                 if buffer is None:
                     continue
@@ -219,13 +233,13 @@ def _noted(module: nn.Module) -> list[_Noted]:
                 is_copied = own is owner._buffers or (kind is nn.Parameter and not buffer.requires_grad)
                 changes = known.get((name, owner.training))
                 is_needed = is_copied if changes is None else changes
-                if is_needed and not _is_only_written(owner, own) and not buffer.is_meta:
+                if is_needed and not buffer.is_meta:
                     memory, before = _memory(buffer), _copy(buffer)
                 version = _version(buffer)
                 found.append(
                     _Noted(owner, own, name, buffer, kind, version, memory, is_copied, changes, before)
                 )
-    return found
+    return found, statistics
 
 
 def _walk(module: nn.Module, owners: dict[int, nn.Module]) -> None:
@@ -236,8 +250,31 @@ def _walk(module: nn.Module, owners: dict[int, nn.Module]) -> None:
             _walk(child, owners)
 
 
-def _is_only_written(module: nn.Module, own: dict[str, Any]) -> bool:
-    return own is module._buffers and type(module).forward in _STATISTICS
+@contextmanager
+def _others_in_place_of(statistics: list[_Owned]) -> Iterator[None]:
+    """Inside the block, copies of the buffers are where these were."""
+    buffers = [one.own[one.name] for one in statistics]
+    try:
+        for one, copy in zip(statistics, _copies(buffers), strict=True):
+            one.own[one.name] = copy
+        yield
+    finally:
+        for one, buffer in zip(statistics, buffers, strict=True):
+            one.own[one.name] = buffer
+
+
+def _copies(buffers: list[Tensor]) -> list[Tensor]:
+    """Copies, on a GPU with few kernels."""
+    copies = [torch.empty_like(buffer) for buffer in buffers]
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for copy, buffer in zip(copies, buffers, strict=True):
+        into, given = pairs.setdefault((buffer.device, buffer.dtype), ([], []))
+        into.append(copy)
+        given.append(buffer)
+    with torch.no_grad():
+        for into, given in pairs.values():
+            torch._foreach_copy_(into, given)
+    return copies
 
 
 def _version(buffer: Tensor) -> int:

@@ -193,3 +193,36 @@ def test_trained_weights_that_change_in_place(mode: Any) -> None:
         each.zero_grad()
     for got, want in zip(trained(model), trained(plain), strict=True):
         assert torch.equal(got, want)
+
+
+class Norms(nn.Module):
+    """Running statistics of several kinds, which training only writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(8, momentum=None)
+        self.second = nn.BatchNorm1d(8, track_running_stats=False)
+        self.third = nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+        self.product = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.product(self.first(x)).relu())
+        result: Tensor = self.third(y[..., None].repeat(1, 1, 3)).mean(-1).relu()
+        return result
+
+
+@pytest.mark.parametrize("mode", ["selective", "full", "offload", "region"])
+def test_running_statistics_stay_where_they_are(mode: Any) -> None:
+    """A second run, which ends early, changes others in their place."""
+    torch.manual_seed(0)
+    plain = Stack(Norms)
+    model = checkpoint_blocks(copy.deepcopy(plain), "keep" if mode == "region" else mode)
+    if mode == "region":
+        group_blocks(model, [["blocks.0", "blocks.1", "blocks.2"]])
+    before = dict(model.named_buffers())
+    for got, want in zip(trained(model), trained(plain), strict=True):
+        assert torch.equal(got, want)
+    after = dict(model.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(after[name] is buffer for name, buffer in before.items())
+    assert int(after["blocks.0.first.num_batches_tracked"]) == 3

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
-_WARM, _ROWS, _ROW_SECONDS = 2, 3, 0.15
+_WARM, _ROWS, _ROW_SECONDS = 2, 5, 0.1
 
 
 def measure_calls(
@@ -47,22 +48,32 @@ def _measure_call(
     device = next(block.parameters()).device
     peaks = (0, 0)
 
-    def once() -> None:
+    def make() -> None:
+        _made(inputs, device)
+
+    def ahead() -> list[Any]:
         nonlocal peaks
         args, kwargs = _made(inputs, device)
         with _PeakAbove(device) as forward, step.autocasts("cuda"):
             output = block(*args, **kwargs)
-        learnt = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        peaks = forward.nbytes, 0
+        return tree_leaves(output)
+
+    def once() -> None:
+        nonlocal peaks
+        learnt = [t for t in ahead() if isinstance(t, Tensor) and t.requires_grad]
         gradients = [torch.ones_like(t) for t in learnt]
         with _PeakAbove(device) as backward:
             if learnt:
                 torch.autograd.backward(learnt, gradients)
-        peaks = forward.nbytes, backward.nbytes
+        peaks = peaks[0], backward.nbytes
 
     with left_alone(block), block_modes(step.model, {name: mode}):
-        seconds = _seconds(once, block, device)
-    extra = [max(0, most - (span.peak - span.start)) for most, span in zip(peaks, spans, strict=True)]
-    return CallCost(seconds, *extra)
+        making = _seconds(make, block, device)
+        passing = _seconds(ahead, block, device) - making if mode == "keep" else 0.0
+        seconds = max(0.0, _seconds(once, block, device) - making)
+    more = [max(0, most - (span.peak - span.start)) for most, span in zip(peaks, spans, strict=True)]
+    return CallCost(seconds, more[0], more[1], max(0.0, passing))
 
 
 class Whole(NamedTuple):
@@ -121,11 +132,17 @@ class StepRuns:
     measured: Measured
     beside: int
     modes: tuple[str, ...]
+    _known: dict[Any, Whole | None] = field(default_factory=dict)
 
     def run(self, modes: Mapping[str, str], regions: Sequence[Sequence[str]] = ()) -> Whole | None:
-        """The step with blocks in these modes and regions; None if the GPU has not enough memory for it."""
-        with block_modes(self.step.model, modes, regions):
-            return measure_step(self.step)
+        """The step with blocks in these modes and regions; None if the GPU has not enough memory for it.  One
+        that was run before is not run again.
+        """
+        key = (tuple(modes.items()), tuple(map(tuple, regions)))
+        if key not in self._known:
+            with block_modes(self.step.model, modes, regions):
+                self._known[key] = measure_step(self.step)
+        return self._known[key]
 
     @cached_property
     def wholes(self) -> dict[str, Whole]:
@@ -206,34 +223,48 @@ class _PeakAbove:
         self.nbytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def _seconds(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
+def _seconds(once: Callable[[], Any], module: nn.Module, device: torch.device) -> float:
     """The seconds of a run, of several one after the other, as in training.
 
     Of a few rows of runs the fastest counts: whatever else the machine does only makes them slower.
     """
     runs, least = _WARM, float("inf")
-    for row in range(1 + _ROWS):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(runs):
-            for p in module.parameters():
-                p.grad = None
-            once()
-        torch.cuda.synchronize(device)
-        seconds = (time.perf_counter() - start) / runs
-        if row:  # the first loads kernels
-            least = min(least, seconds)
-        else:
-            runs = min(8, max(2, round(_ROW_SECONDS / seconds)))
+    with nothing_collected():
+        for row in range(1 + _ROWS):
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(runs):
+                for p in module.parameters():
+                    p.grad = None
+                once()
+            torch.cuda.synchronize(device)
+            seconds = (time.perf_counter() - start) / runs
+            if row:  # the first loads kernels
+                least = min(least, seconds)
+            else:
+                runs = min(8, max(2, round(_ROW_SECONDS / seconds)))
     return least
 
 
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Inside the block, Python collects no garbage: it may take longer than a step, and comes by chance."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _made(inputs: Any, device: torch.device) -> Any:
-    """Arguments that look like those of a call; a key-value cache is left out."""
+    """Arguments that look like those of a call, and may be written to; a key-value cache is left out."""
 
     def make(leaf: Any) -> Any:
         if isinstance(leaf, Like):
-            return leaf.make(device)
+            made = leaf.make(device)
+            return made.clone() if leaf.requires_grad else made
         return None if hasattr(leaf, "get_seq_length") else leaf
 
     return tree_map(make, inputs, is_leaf=lambda leaf: isinstance(leaf, Like))

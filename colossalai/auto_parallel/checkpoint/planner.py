@@ -40,11 +40,13 @@ from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan, CurvePoint
 from colossalai.auto_parallel.checkpoint.profile import (
     Measured,
     inner_costs,
+    longer_first,
     make_problem,
     peak_of_step,
     scaled_to,
     shared_out,
 )
+from colossalai.auto_parallel.checkpoint.region_solver import again_in
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
@@ -379,9 +381,7 @@ class CheckpointPlanner:
         choice, peak = judged.choice, judged.peak + self.unseen
         if not self._measures or self._copies or not choice.modes or dist_size() > 1:
             return Tried(judged, peak, choice.seconds)
-        modes, regions = self._by_block(choice)
-        alike = choice.modes[0] if len(set(choice.modes)) == 1 and not regions else ""
-        whole = self.runs.wholes.get(alike) or self.runs.run(modes, regions)
+        whole = self.runs.run(*self._by_block(choice))
         if whole is None:
             return Tried(judged, peak, choice.seconds)
         line = judged.line
@@ -452,12 +452,15 @@ class CheckpointPlanner:
         """
         stages, line = self.problem.stages, self.played["keep"]
         forward, backward = line.forward, [line.backward.get(i, NOTHING) for i in range(len(stages))]
-        again = [s.costs[self._smallest].seconds - s.costs["keep"].seconds for s in stages]
+        ahead = [span.seconds for span in forward]
+        if "full" in self.played:
+            longer = [longer_first(self.played, i, self.measured) for i in range(len(stages))]
+            ahead = [again_in(stage) * more for stage, more in zip(stages, longer, strict=True)]
         inputs = [_largest(given) for given in line.inputs]
         kept = [stage.costs["keep"].kept for stage in stages]
         return Chain(
-            again if self._smallest == "full" else [span.seconds for span in forward],
-            [s.costs["keep"].seconds - max(0.0, f) for s, f in zip(stages, again, strict=True)],
+            ahead,
+            [max(0.0, s.costs["keep"].seconds - f) for s, f in zip(stages, ahead, strict=True)],
             [*inputs, inputs[-1]] if inputs else [0],
             kept,
             [max(0, f.peak - f.start - k) for f, k in zip(forward, kept, strict=True)],

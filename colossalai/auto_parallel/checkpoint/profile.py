@@ -21,14 +21,18 @@ from colossalai.device.presets import DevicePreset
 
 @dataclass(frozen=True)
 class CallCost:
-    """What was measured of one call in one mode: seconds, and bytes beyond those that were predicted."""
+    """What was measured of one call in one mode: seconds, bytes beyond those that were predicted, and, with
+    ``keep``, the seconds of its forward pass.
+    """
 
     seconds: float
     forward: int = 0
     backward: int = 0
+    ahead: float = 0.0
 
 
 Measured = Mapping[tuple[int, str], CallCost]
+_NOISE = 1.03
 
 
 def make_problem(
@@ -73,8 +77,8 @@ def inner_costs(played: Mapping[str, StepTimeline], measured: Measured | None = 
         kept = _kept(keep, keep, call)
         before += kept
         backward = keep.backward.get(call, Span())
-        seen = (measured or {}).get((call, "keep"), CallCost(0.0))
         forward, passed = keep.forward[call], full.forward[call]
+        seen = (measured or {}).get((call, "keep"), CallCost(0.0))
         found.append(
             InnerCost(
                 _kept(full, keep, call),
@@ -83,9 +87,27 @@ def inner_costs(played: Mapping[str, StepTimeline], measured: Measured | None = 
                 forward.peak - forward.start + seen.forward,
                 passed.peak - passed.start + seen.forward,
                 backward.peak - backward.start + seen.backward,
+                longer_first(played, call, measured),
             )
         )
     return found
+
+
+def longer_first(played: Mapping[str, StepTimeline], call: int, measured: Measured | None = None) -> float:
+    """How many times as long a whole forward pass takes as what mode ``full`` computes again, which ends
+    before a product at the end.
+    """
+    if measured:
+        forward = measured[call, "keep"].ahead
+        keep, full = (measured[call, mode].seconds for mode in ("keep", "full"))
+    else:
+        forward = played["keep"].forward[call].seconds
+        keep, full = (
+            line.forward[call].seconds + line.backward.get(call, Span()).seconds
+            for line in (played["keep"], played["full"])
+        )
+    longer = forward / (full - keep) if full > keep else 1.0
+    return min(2.0, longer) if longer > _NOISE else 1.0
 
 
 def _travel(line: StepTimeline, call: int, mode: str, device: DevicePreset) -> float:

@@ -2,9 +2,12 @@
 
 Of a region the forward pass keeps only the input of its first block.  In the backward pass it is computed
 again: then each of its blocks keeps everything, or is computed once more, alone or in a region inside this
-one.  So there are two tables.  Inside of regions it is Rotor's (see ``rotor.py``): the least time of blocks s
-to t for every number of bytes that are left for them.  Outside it is the least time of the blocks from s on,
-of which the first gets a mode or begins a region.
+one.  A second run ends when all is there that the backward pass needs; so it does not compute a product at
+the end of its last block, while it computes those of the others, whose results the next block takes.
+
+There are two tables.  Inside of regions it is Rotor's (see ``rotor.py``): the least time of blocks s to t for
+every number of bytes that are left for them.  Outside it is the least time of the blocks from s on, of which
+the first gets a mode or begins a region.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ _LONGEST = 24
 _SLOTS = 2000
 
 
+def again_in(stage: ModeStage) -> float:
+    """The seconds of what mode ``full`` computes again."""
+    return max(0.0, stage.costs["full"].seconds - stage.costs["keep"].seconds)
+
+
 class InnerCost(NamedTuple):
     """A block inside of a region, where it may lie in one.
 
@@ -28,6 +36,7 @@ class InnerCost(NamedTuple):
     input included.  ``base``: what is alive at its backward pass besides what blocks keep, such as weights
     and gradients.  ``keeping``, ``passing`` and ``backward``: bytes above those before, at the worst moment
     of a forward pass that keeps everything, of one that keeps nothing, and of the backward pass.
+    ``longer``: how many times as long a forward pass takes as what mode ``full`` computes again.
     """
 
     input: int
@@ -36,6 +45,7 @@ class InnerCost(NamedTuple):
     keeping: int
     passing: int
     backward: int
+    longer: float = 1.0
     groups: bool = True
 
 
@@ -63,9 +73,9 @@ class RegionSolver:
         self._alone = [
             names.count(name) == 1 and cost.groups for name, cost in zip(names, inner, strict=True)
         ]
-        self._again = [
-            max(0.0, stage.costs["full"].seconds - stage.costs["keep"].seconds) for stage in self._stages
-        ]
+        ends = np.array([again_in(stage) for stage in self._stages])
+        self._again = ends * [cost.longer for cost in inner]
+        self._spared = self._again - ends
         self._inside: dict[tuple[int, int], np.ndarray] = {}
         for length in range(min(_LONGEST, len(inner))):
             for first in range(len(inner) - length):
@@ -133,7 +143,7 @@ class RegionSolver:
             if (first, stop - 1) not in self._inside:
                 break
             kept = self._size(self._inner[first].input)
-            again = sum(self._again[first:stop])
+            again = self._again[first:stop].sum()
             after = self._rest[stop]
             time = again + times_less(after, kept) + times_less(self._inside[first, stop - 1], kept)
             need = self._inner[first].input + self._first_pass(first, stop) - self._ground
@@ -156,7 +166,8 @@ class RegionSolver:
         need = max(base + cost.keeping, cost.base + cost.kept - cost.input + cost.backward) - self._ground
         own = self._stages[first].costs["keep"].seconds
         if first == last:
-            return [_Option(times_from(self._size(need), np.full(self._slots + 1, own)), "keep")]
+            time = np.full(self._slots + 1, own - self._spared[last])
+            return [_Option(times_from(self._size(need), time), "keep")]
         after = times_less(self._inside[first + 1, last], self._kept_inside(first))
         found = [_Option(times_from(self._size(need), own + after), "keep")]
         passing = again = 0.0
