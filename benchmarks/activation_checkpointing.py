@@ -46,14 +46,14 @@ from colossalai.auto_parallel.checkpoint import (
     measure,
 )
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
-from colossalai.auto_parallel.checkpoint.measure import nothing_collected, with_gaps
+from colossalai.auto_parallel.checkpoint.measure import fastest_row, nothing_collected, with_gaps
 from colossalai.nn import chunk_causal_loss, skip_causal_mask
 from colossalai.utils.memory.live_bytes import LiveBytes
 
 GIB = 2**30
 HALF_MINUTE = 30.0
 PEAK_BAR, TIME_BAR, NOISE, GAPS = 0.05, 0.10, 0.02, 0.002
-WARM, ROWS = 2, 5
+WARM = 2
 VERDICTS: Counter[str] = Counter()
 
 
@@ -109,7 +109,7 @@ class Bench:
                 self._wait()
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                seconds = min(self._seconds(model) for _ in range(ROWS))
+                seconds = fastest_row(lambda: self._seconds(model))
         self.model.zero_grad(set_to_none=True)
         on_gpu = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         return Measured(on_gpu if memory is None else memory.peak, seconds)
@@ -345,7 +345,7 @@ def main() -> None:
         "--repeat",
         type=int,
         default=4,
-        help="steps in a row that are timed; of five rows the fastest counts",
+        help="steps in a row that are timed; the fastest of such rows counts",
     )
     parser.add_argument("--layers", type=int, default=None, help="so many layers instead of all")
     parser.add_argument("--precision", choices=("bf16", "autocast", "fp32"), default="bf16")

@@ -78,17 +78,17 @@ _CROSS_ENTROPY = nn.CrossEntropyLoss()
 CASES = {
     "resnet50": Case(_resnet("resnet50"), _images(224, 1000), _CROSS_ENTROPY, (64, 128, 256)),
     "resnet152": Case(_resnet("resnet152"), _images(224, 1000), _CROSS_ENTROPY, (64, 128, 256)),
-    "gpt2": Case(_gpt2(), _tokens(1024, 50257), None, (4, 8, 16)),
+    "gpt2": Case(_gpt2(), _tokens(1024, 50257), None, (8, 16, 32)),
     "gpt2-xl": Case(_gpt2(**XL), _tokens(1024, 50257), None, (2, 4, 8)),
-    "bert": Case(_hugging_face("BertForMaskedLM", "BertConfig"), _tokens(512, 30522), None, (16, 32, 64)),
+    "bert": Case(_hugging_face("BertForMaskedLM", "BertConfig"), _tokens(512, 30522), None, (32, 64, 128)),
     "vit": Case(
         _hugging_face("ViTForImageClassification", "ViTConfig", num_labels=1000),
         _pixels,
         None,
-        (64, 128, 256),
+        (128, 256, 512),
     ),
     "llama": Case(
-        _hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA), _tokens(1024, 50304), None, (2, 4, 8)
+        _hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA), _tokens(1024, 50304), None, (4, 8, 16)
     ),
 }
 _TOY = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}

@@ -19,7 +19,7 @@ from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
-_WARM, _ROWS, _ROW_SECONDS = 2, 5, 0.1
+_WARM, _ROWS, _ROW_SECONDS, _ENOUGH = 2, 5, 0.1, 1.0
 
 
 def measure_calls(
@@ -224,25 +224,32 @@ class _PeakAbove:
 
 
 def _seconds(once: Callable[[], Any], module: nn.Module, device: torch.device) -> float:
-    """The seconds of a run, of several one after the other, as in training.
+    """The seconds of a run, of several one after the other, as in training."""
 
-    Of a few rows of runs the fastest counts: whatever else the machine does only makes them slower.
-    """
-    runs, least = _WARM, float("inf")
+    def row(runs: int) -> float:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(runs):
+            for p in module.parameters():
+                p.grad = None
+            once()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) / runs
+
     with nothing_collected():
-        for row in range(1 + _ROWS):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            for _ in range(runs):
-                for p in module.parameters():
-                    p.grad = None
-                once()
-            torch.cuda.synchronize(device)
-            seconds = (time.perf_counter() - start) / runs
-            if row:  # the first loads kernels
-                least = min(least, seconds)
-            else:
-                runs = min(8, max(2, round(_ROW_SECONDS / seconds)))
+        runs = min(8, max(2, round(_ROW_SECONDS / row(_WARM))))  # the first row loads kernels
+        return fastest_row(lambda: row(runs))
+
+
+def fastest_row(row: Callable[[], float]) -> float:
+    """The fastest of a few rows of runs, which give their seconds: whatever else the machine does only makes
+    them slower.  Long runs, which that hardly touches, get two.
+    """
+    start, least = time.perf_counter(), float("inf")
+    for number in range(_ROWS):
+        least = min(least, row())
+        if number and time.perf_counter() - start > _ENOUGH:
+            break
     return least
 
 
