@@ -12,13 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, CheckpointSolverChen
-from colossalai.auto_parallel.checkpoint.mode_solver import (
-    Choice,
-    ModeCost,
-    ModeProblem,
-    ModeStage,
-    seconds_of,
-)
+from colossalai.auto_parallel.checkpoint.mode_solver import ModeCost, ModeProblem, ModeStage
 from colossalai.auto_parallel.checkpoint.region_solver import InnerCost, RegionSolver
 from tests.auto_parallel.models import gpt2
 from titans.model.resnet import resnet50
@@ -199,16 +193,10 @@ def test_never_slower_than_any_segments(made: Any) -> None:
     """Whatever the number of segments: with the bytes that they need, a plan takes no longer."""
     model, batch, criterion = made()
     planner = CheckpointPlanner(model, batch, criterion=criterion, device="h200")
-    stages, chain, solved = planner.problem.stages, planner.chain(), planner.search._regions
-    assert solved is not None
+    chain = planner.chain()
     solver = CheckpointSolverChen(chain)
     for count in (2, 8):
-        *again, _ = solver._cut(sum(chain.xbar) / count)  # the last keeps everything
-        regions = [(first, stop) for first, stop in again if stop - first > 1]
-        alone = {first for first, stop in again if stop - first == 1}
-        modes = ["full" if place in alone else "keep" for place in range(len(stages))]
-        seconds = seconds_of(planner.problem, modes)
-        for first, stop in regions:
-            seconds += solved._again[first:stop].sum() - solved._spared[stop - 1]
-        peak = planner.search.judge(Choice(modes, seconds, 0, regions=regions)).peak + planner.unseen
-        assert planner.plan(max(peak, planner.least[2])).seconds <= 1.005 * seconds
+        (judged,) = planner.search.segmented([solver._cut(sum(chain.xbar) / count)])
+        peak = judged.peak + planner.unseen
+        assert planner.plan(max(peak, planner.least[2])).seconds <= 1.005 * judged.choice.seconds
+        assert judged.choice.seconds == pytest.approx(judged.line.seconds, rel=1e-2)

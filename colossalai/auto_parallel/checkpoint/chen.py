@@ -50,9 +50,12 @@ class CheckpointSolverChen(CheckpointSolverBase):
 
     def segments(self) -> list[tuple[int, int]]:
         """The first stage of each segment, and the one behind its last."""
+        return min(self.cuts(), key=lambda cut: peak_of_segments(self.chain, cut))
+
+    def cuts(self) -> list[list[tuple[int, int]]]:
+        """The segments for each number of them that is tried."""
         counts = [len(self.chain) ** (k / self.num_grids) for k in range(self.num_grids + 1)]
-        cuts = [self._cut(sum(self.chain.xbar) / count) for count in counts]
-        return min(cuts, key=lambda cut: peak_of_segments(self.chain, cut))
+        return [self._cut(sum(self.chain.xbar) / count) for count in counts]
 
     def _cut(self, most: float) -> list[tuple[int, int]]:
         """Segments that keep ``most`` bytes or a little more."""

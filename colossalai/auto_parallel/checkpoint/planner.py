@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
+from colossalai.auto_parallel.checkpoint.chen import CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.measure import StepRuns, measure_calls
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
@@ -54,7 +55,7 @@ from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
 from colossalai.utils.text import size_text
 
-_TRIES = 4
+_TRIES = 6
 _PARTS = 16
 _SLOWER = 1.02
 """How much longer than predicted regions may take before single blocks are tried, too."""
@@ -339,15 +340,15 @@ class CheckpointPlanner:
 
     def _find(self, budget: int, time_limit: float) -> Tried:
         """The best choice with which a step, also one that is run on the GPU, stays within ``budget``."""
-        tried = self._tries(budget, self.unseen, time_limit)
-        if self.unseen - self.runs.least_unseen > budget // 200:
-            tried += self._tries(budget, self.runs.least_unseen, time_limit)
+        tried = self._tries(budget, time_limit)
         if any(
             one.judged.choice.regions and one.seconds > _SLOWER * one.judged.choice.seconds for one in tried
         ):
-            tried += self._tries(budget, self.unseen, time_limit, regions=False)
+            tried += self._tries(budget, time_limit, regions=False)
         # a mixture may take longer than its modes for all blocks, whose steps were run, let expect
         tried += [self._tried(one) for one in self.search.alike if one.peak + self.unseen <= budget]
+        cuts = [one for one in self._cuts if one.line.peak + self.runs.least_unseen <= budget]
+        tried += [self._tried(one) for one in sorted(cuts, key=lambda one: one.choice.seconds)[:2]]
         fits = [one for one in tried if one.peak <= budget]
         if not fits:
             return self._least_within(budget)
@@ -358,22 +359,33 @@ class CheckpointPlanner:
         less = [one for one in fits if does_no_more(one.judged.choice, fastest.judged.choice)]
         return min(less, key=lambda one: one.judged.choice.seconds)
 
-    def _tries(self, budget: int, unseen: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
+    @cached_property
+    def _cuts(self) -> list[Judged]:
+        """Chen's segments, few and many: where steps are run, they may show that costs were not right."""
+        if not self.runs.wholes or not self._groups:
+            return []
+        cuts = CheckpointSolverChen(self.chain()).cuts()
+        return self.search.segmented({tuple(cut): cut for cut in cuts if len(cut) > 1}.values())
+
+    def _tries(self, budget: int, time_limit: float, *, regions: bool = True) -> list[Tried]:
         """Choices for less and less, or more, until the step of one just stays within ``budget``; the first
-        leaves room for ``unseen`` bytes.
+        leaves room for what plays do not show.
         """
-        left = budget - unseen
+        left, low, high = budget - self.unseen, 0, 2 * budget
         tried: list[Tried] = []
         for _ in range(_TRIES):
             judged = self.search.find(left, time_limit, regions=regions)
-            if judged is None or (tried and judged.choice == tried[-1].judged.choice):
+            is_known = any(judged is not None and judged.choice == one.judged.choice for one in tried)
+            if judged is None or (is_known and high - low < budget // 50):
                 break
-            fits_before = any(one.peak <= budget for one in tried)
             tried.append(self._tried(judged))
             room = budget - tried[-1].peak
-            if 0 <= room < budget // 50 or not self.runs.wholes or (fits_before and room < 0):
+            if 0 <= room < budget // 50 or not self.runs.wholes:
                 break
+            low, high = (max(low, left), high) if room >= 0 else (low, min(high, left))
             left += room  # more than was needed, or less
+            if not low < left < high:
+                left = (low + high) // 2
         return tried
 
     def _tried(self, judged: Judged) -> Tried:

@@ -12,12 +12,13 @@ the first gets a mode or begins a region.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from colossalai.auto_parallel.checkpoint.mode_solver import Choice, ModeProblem, ModeStage
+from colossalai.auto_parallel.checkpoint.mode_solver import Choice, ModeProblem, ModeStage, seconds_of
 from colossalai.auto_parallel.checkpoint.rotor import times_from, times_less
 
 _LONGEST = 24
@@ -79,7 +80,7 @@ class RegionSolver:
         self._inside: dict[tuple[int, int], np.ndarray] = {}
         for length in range(min(_LONGEST, len(inner))):
             for first in range(len(inner) - length):
-                if all(self._alone[first : first + length + 1]):
+                if self.groups(first, first + length + 1):
                     options = self._inner_options(first, first + length)
                     self._inside[first, first + length] = _least(options)
         self._rest = {len(inner): np.zeros(slots + 1)}
@@ -92,6 +93,21 @@ class RegionSolver:
         if not len(possible):
             return self._ground + self._slots * self._unit
         return max(self._problem.least, self._ground + int(possible[0]) * self._unit)
+
+    def segmented(self, segments: Sequence[tuple[int, int]]) -> Choice:
+        """The choice that computes each segment of the chain again as a whole, but for the last."""
+        regions = [(first, stop) for first, stop in segments[:-1] if stop - first > 1]
+        alone = {first for first, stop in segments[:-1] if stop - first == 1}
+        modes = ["full" if place in alone else "keep" for place in range(len(self._stages))]
+        seconds = seconds_of(self._problem, modes)
+        seconds += sum(
+            float(self._again[first:stop].sum() - self._spared[stop - 1]) for first, stop in regions
+        )
+        return Choice(modes, seconds, 0, regions=regions)
+
+    def groups(self, first: int, stop: int) -> bool:
+        """Whether these blocks may form a region."""
+        return all(self._alone[first:stop])
 
     def solve(self, budget: int) -> Choice | None:
         """The fastest choice for ``budget``."""

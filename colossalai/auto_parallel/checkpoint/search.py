@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -75,6 +75,14 @@ class Search:
         if regions and (best is None or best.choice.regions or {"full", "offload"} & set(best.choice.modes)):
             best = self._grouped(budget, best)
         return best if best is not None or self.least.peak > budget else self.least
+
+    def segmented(self, cuts: Iterable[Sequence[tuple[int, int]]]) -> list[Judged]:
+        """Choices whose regions are the segments of these cuts, as they were played."""
+        solver, found = self._regions, list[Choice]()
+        for cut in cuts if solver is not None else ():
+            if solver is not None and all(solver.groups(first, stop) for first, stop in cut[:-1]):
+                found.append(solver.segmented(cut))
+        return [self._judged(choice) for choice in found]
 
     def _single(self, budget: int, time_limit: float, best: Judged | None) -> Judged | None:
         """Modes of single blocks; what a play shows otherwise than predicted corrects the costs."""
