@@ -363,6 +363,8 @@ class _Products:
 class _KeepProducts(TorchDispatchMode):
     """Keeps the results of products in the first run, of the first ``needed`` ones if that is known."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, kept: _Products, needed: int | None) -> None:
         super().__init__()
         self.kept, self.needed = kept, needed
@@ -373,7 +375,7 @@ class _KeepProducts(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.kept.memory and func._schema.is_mutable:
+        if self.kept.memory:
             self.kept.written |= self.kept.memory & memory_written(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func not in _products() or _again.get():
@@ -390,6 +392,8 @@ class _KeepProducts(TorchDispatchMode):
 
 class _ReuseProducts(TorchDispatchMode):
     """Gives the second run the results of the first in the place of products."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, kept: _Products, needed: dict[Any, int], method: Any) -> None:
         super().__init__()

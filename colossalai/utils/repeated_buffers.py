@@ -6,12 +6,12 @@ that they change once for each forward pass.  Below, a buffer is a parameter, to
 either.
 
 [Note: which buffers are copied] Most buffers are constants, and of the others most are the running statistics
-of norms, which training does not read: the second run changes others in their place.  A buffer is copied only
-until one run has left it alone; one that changes later is noticed by its version, and the second run is
-refused, since its values are lost.  The same holds for parameters that are not trained.  Trained ones, and
-those of a class that is not torch's, which a plan moves, are not copied before they were seen to change.
-They may be changed in a way that makes no difference the second time (weights that are clamped, or scaled to
-a norm): only if it does is it refused.
+of norms, which training does not read: the second run changes others in their place.  What else a module
+changes is learned: its first run is watched, operation by operation, and a buffer is copied right before one
+writes to it, whether torch counts that write (``p.mul_``) or not (``p.data.mul_``).  From then on those that
+change are copied before each first run, and the others are left alone.  If a module begins to change one
+later, torch's count of its writes tells, and the second run is refused, since the old values are lost; for
+writes that are not counted, the 2nd, 4th, 8th ... run is watched again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossalai.utils.written_memory import WrittenMemory, memory_of
+from colossalai.utils.written_memory import Piece, pieces_of, pieces_written
 
 _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that, in training, only write to the buffers of their module."""
@@ -34,8 +35,8 @@ _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forwa
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 """Whether a run changes a buffer, by its name and whether its module is in training."""
 
-_doubtful: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
-"""Which buffers a run changes of which it is not known whether that matters, in the same words."""
+_runs: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many first runs of a module there were."""
 
 
 class RepeatedBuffers:
@@ -49,18 +50,22 @@ class RepeatedBuffers:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Inside the block is the run that others repeat."""
-        noted: list[_Noted] = []
-        if self._module is not None:
-            noted, self._statistics = _noted(self._module)
-        written = WrittenMemory()
-        with written if any(one.buffer.is_meta for one in noted) else nullcontext():
+        if self._module is None:
             yield
-        self._changed = _changed(noted, written.memory)
+            return
+        count = _runs[self._module] = _runs.get(self._module, 0) + 1
+        noted, self._statistics = _noted(self._module, watches=count & (count - 1) == 0)
+        watch = _Watch([one for one in noted if one.alias is not None])
+        with watch if watch.noted else nullcontext():
+            yield
+        for one in noted:
+            if not one.is_left_alone and (changed := one.look(watch.copies.get(id(one)))) is not None:
+                self._changed.append(changed)
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Inside the block, buffers are what they were before the first run; afterwards, what they are."""
-        if lost := [one for one in self._changed if one.is_lost]:
+        if lost := [one for one in self._changed if one.before is None]:
             raise lost[0].error()
         now = [
             (one, buffer := one.own[one.name], buffer.data if one.is_moved else _copy(buffer))
@@ -72,18 +77,12 @@ class RepeatedBuffers:
             with _others_in_place_of(self._statistics):
                 yield
         finally:
-            differing = [one for one, buffer, values in now if one.is_doubtful and _differ(buffer, values)]
             for one, buffer, values in now:
                 one.own[one.name] = buffer
                 if one.is_moved:
                     buffer.data = values
                 else:
                     _set(buffer, values)
-            if differing:
-                for module, names in _doubtful.items():  # all of them, so that one step is lost, not several
-                    _changes.setdefault(module, {}).update(dict.fromkeys(names, True))
-                _doubtful.clear()
-                raise differing[0].error()
 
 
 class _Owned(NamedTuple):
@@ -95,9 +94,7 @@ class _Owned(NamedTuple):
 
 class _Changed(NamedTuple):
     """A buffer that the first run has changed, or put another in the place of, or moved to other memory; its
-    values of before, if the run may have read them.
-
-    ``is_doubtful``: they were not kept, and may not be needed.
+    values of before, unless they are lost.
     """
 
     module: nn.Module
@@ -106,12 +103,9 @@ class _Changed(NamedTuple):
     before: Tensor | None
     is_another: bool
     is_moved: bool = False
-    is_lost: bool = False
-    is_doubtful: bool = False
 
     def put_back(self) -> None:
-        if self.before is None:
-            return
+        assert self.before is not None
         if self.is_another:
             self.own[self.name] = _copy(self.before)
         elif self.is_moved:  # what it shares memory with now, such as an output, stays as it is
@@ -128,9 +122,10 @@ class _Changed(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """A buffer before the first run; its values, if they may be needed.
+    """A buffer before the first run.
 
-    ``is_copied``: until it is known whether it changes.
+    ``changes``: whether runs change it, if that is known; then ``before`` has its values.  ``alias`` is the
+    same memory, if it is watched; ``memory`` tells whether it is moved, which plans do with what is trained.
     """
 
     module: nn.Module
@@ -139,80 +134,95 @@ class _Noted(NamedTuple):
     buffer: Tensor
     kind: type[Tensor]
     version: int
-    memory: int | None
-    is_copied: bool
     changes: bool | None
-    before: Tensor | None
+    memory: int | None = None
+    before: Tensor | None = None
+    alias: Tensor | None = None
 
     @property
     def is_left_alone(self) -> bool:
         """Told soon, since most are."""
-        is_known = self.changes is False or (self.changes is None and not self.is_copied)
-        is_same = self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
-        return is_known and is_same and not self.buffer.is_meta
+        is_known = self.changes is False and self.alias is None
+        return is_known and self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
 
-    def look(self, written: set[int]) -> _Changed | None:
-        """What the first run, which is over, has done to it; on the meta device ``written`` tells that."""
+    def look(self, copy: Tensor | None) -> _Changed | None:
+        """What the first run, which is over, has done to it; ``copy``: its values, if it was written to while
+        it was watched.
+        """
         now = self.own.get(self.name)
-        if now is None:
-            return None
-        is_another = now is not self.buffer
-        if self.own is self.module._parameters and type(now) is not self.kind:
+        if now is None or (self.own is self.module._parameters and type(now) is not self.kind):
             return None  # a plan has fetched it, or let it go
-        is_same = not is_another and _version(now) == self.version and written.isdisjoint(memory_of(now))
-        if is_same and self.changes is None and self.before is not None:
-            is_equal = _is_equal(now, self.before)
-            is_same = is_equal is not False
-            if is_equal is not None:
-                self._learn(not is_equal)
-        if is_same and not self.changes:
+        is_another = now is not self.buffer
+        is_moved = not is_another and self.memory is not None and _memory(now) != self.memory
+        is_written = copy is not None or _version(self.buffer) != self.version
+        if not (is_another or is_moved or is_written or self.changes):
+            self._learn(False)
             return None
-        before = self.before
-        if before is None and is_another and _version(self.buffer) == self.version:
-            before = self.buffer
-        elif self.changes is None and not self.is_copied:
-            if not self.buffer.is_meta:
-                _doubtful.setdefault(self.module, set()).add((self.name, self.module.training))
-            return _Changed(self.module, self.own, self.name, None, is_another, is_doubtful=True)
         self._learn(True)
-        if now.is_meta:
-            before = torch.empty_like(self.buffer)  # which is counted, as the copy is
-        is_moved = not is_another and self.before is not None and _memory(now) != self.memory
-        return _Changed(self.module, self.own, self.name, before, is_another, is_moved, before is None)
+        before = self.before if self.before is not None else copy
+        if before is None and not is_written:
+            before = self.buffer if is_another else self.alias
+        return _Changed(self.module, self.own, self.name, before, is_another, is_moved)
 
     def _learn(self, changes: bool) -> None:
-        if not self.buffer.is_meta:
-            _learn(self.module, self.name, changes)
+        known = _changes.setdefault(self.module, {})
+        if changes or not self.buffer.is_meta:  # where there are no values, other branches may be taken
+            known[self.name, self.module.training] = changes
 
 
-def _learn(module: nn.Module, name: str, changes: bool) -> None:
-    _changes.setdefault(module, {})[name, module.training] = changes
+class _Watch(TorchDispatchMode):
+    """Copies a buffer right before the first operation that writes to it; ``copies`` has them by the ``id``
+    of what was noted.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, noted: list[_Noted]) -> None:
+        super().__init__()
+        self.noted = noted
+        self.copies: dict[int, Tensor] = {}
+        self._places: dict[int, list[tuple[Piece, _Noted]]] = {}
+        for one in noted:
+            for piece in pieces_of(one.alias):
+                self._places.setdefault(piece.storage, []).append((piece, one))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether a compiled function inside may run; what it writes is not seen."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for written in pieces_written(func, args, kwargs):
+            for piece, one in self._places.get(written.storage, ()):
+                if piece.overlaps(written) and id(one) not in self.copies:
+                    assert one.alias is not None
+                    self.copies[id(one)] = _copy(one.alias, one.buffer)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def parameters_kept(module: nn.Module) -> Iterator[list[Tensor]]:
-    """After the block, parameters of ``module`` that are not trained are what they were; gives the copies,
-    which once there were runs are only of those that change.
+    """After the block, parameters of ``module`` are what they were, but for trained ones of which it is not
+    known that they change without their optimizer; gives the copies.
     """
-    noted = [one for one in _noted(module)[0] if one.own is one.module._parameters]
+    noted = [one for one in _noted(module, watches=False)[0] if one.own is one.module._parameters]
+    kept = [
+        (one, one.before if one.before is not None else _copy(one.buffer))
+        for one in noted
+        if one.changes or (one.changes is None and one.memory is not None)
+    ]
     try:
-        yield [one.before for one in noted if one.before is not None]
+        yield [before for _, before in kept]
     finally:
-        for one, changed in [(one, one.look(set())) for one in noted]:
+        for one, before in kept:
             one.own[one.name] = one.buffer
-            if changed is not None and changed.before is not None:
-                if changed.is_moved:
-                    one.buffer.data = changed.before.data
-                else:
-                    _set(one.buffer, changed.before)
+            if one.memory is not None and _memory(one.buffer) != one.memory:
+                one.buffer.data = before.data
+            elif _version(one.buffer) != one.version or one.changes or not torch.equal(one.buffer, before):
+                _set(one.buffer, before)
 
 
-def _changed(noted: list[_Noted], written: set[int]) -> list[_Changed]:
-    looks = (one.look(written) for one in noted if not one.is_left_alone)
-    return [changed for changed in looks if changed is not None]
-
-
-def _noted(module: nn.Module) -> tuple[list[_Noted], list[_Owned]]:
+def _noted(module: nn.Module, *, watches: bool) -> tuple[list[_Noted], list[_Owned]]:
     """All buffers, and beside them the statistics that are only written to; ``module.modules()`` takes three
     times as long, which a small block notices.
     """
@@ -227,19 +237,24 @@ def _noted(module: nn.Module) -> tuple[list[_Noted], list[_Owned]]:
                     statistics += [_Owned(own, name) for name, buffer in own.items() if buffer is not None]
                 continue
             for name, buffer in own.items():
-                if buffer is None:
-                    continue
-                kind, memory, before = type(buffer), None, None
-                is_copied = own is owner._buffers or (kind is nn.Parameter and not buffer.requires_grad)
-                changes = known.get((name, owner.training))
-                is_needed = is_copied if changes is None else changes
-                if is_needed and not buffer.is_meta:
-                    memory, before = _memory(buffer), _copy(buffer)
-                version = _version(buffer)
-                found.append(
-                    _Noted(owner, own, name, buffer, kind, version, memory, is_copied, changes, before)
-                )
+                if buffer is not None:
+                    changes = known.get((name, owner.training))
+                    found.append(_note(owner, own, name, buffer, changes, watches))
     return found, statistics
+
+
+def _note(
+    owner: nn.Module, own: dict[str, Any], name: str, buffer: Tensor, changes: bool | None, watches: bool
+) -> _Noted:
+    kind, version = type(buffer), _version(buffer)
+    if changes is False and not watches and not buffer.is_meta:
+        return _Noted(owner, own, name, buffer, kind, version, changes)
+    may_move = kind in (Tensor, nn.Parameter) and not (own is owner._parameters and buffer.requires_grad)
+    memory = buffer.data_ptr() if may_move else None
+    if changes:
+        return _Noted(owner, own, name, buffer, kind, version, changes, memory, _copy(buffer))
+    alias = _plain(buffer) if pieces_of(buffer) else None
+    return _Noted(owner, own, name, buffer, kind, version, changes, memory, None, alias)
 
 
 def _walk(module: nn.Module, owners: dict[int, nn.Module]) -> None:
@@ -285,26 +300,21 @@ def _memory(buffer: Tensor) -> int | None:
     return buffer.data_ptr() if type(buffer) in (Tensor, nn.Parameter) else None
 
 
-def _copy(buffer: Tensor) -> Tensor:
-    copy = buffer.detach().clone()
-    return nn.Parameter(copy, buffer.requires_grad) if isinstance(buffer, nn.Parameter) else copy
+def _plain(buffer: Tensor) -> Tensor:
+    """The same memory, without a gradient or the rules of a class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return buffer.data
+
+
+def _copy(values: Tensor, like: Tensor | None = None) -> Tensor:
+    """A copy; a parameter, if ``like`` or else ``values`` is one."""
+    like = values if like is None else like
+    copy = _plain(values).clone()
+    return nn.Parameter(copy, like.requires_grad) if isinstance(like, nn.Parameter) else copy
 
 
 def _set(buffer: Tensor, values: Tensor) -> None:
     """Write ``values``; autograd may have kept the buffer, and need not know."""
     if not buffer.is_inference():  # nothing writes to it
-        buffer.data.copy_(values)
-
-
-def _differ(buffer: Tensor, before: Tensor) -> bool:
-    return _is_equal(buffer, before) is False
-
-
-def _is_equal(buffer: Tensor, before: Tensor) -> bool | None:
-    """None where values cannot be seen, as in tracing, or only together with other ranks."""
-    if type(buffer) not in (Tensor, nn.Parameter):
-        return None
-    try:
-        return torch.equal(buffer, before)
-    except (RuntimeError, NotImplementedError):
-        return None
+        with torch._C.DisableTorchFunctionSubclass():
+            buffer.data.copy_(values)

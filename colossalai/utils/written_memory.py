@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
-def memory_of(result: Any) -> set[int]:
-    """The memory of all tensors in ``result``, as numbers that are valid while they live."""
-    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return {leaf.untyped_storage()._cdata for leaf in leaves if not is_traceable_wrapper_subclass(leaf)}
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a storage, whose number is valid while it lives."""
+
+    storage: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: Piece) -> bool:
+        """Whether both have a byte in common."""
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
 
 
-def memory_written(operation: Any, args: Any, kwargs: Any) -> set[int]:
-    """The memory that ``operation`` writes to, if it runs with these arguments."""
-    found: set[int] = set()
-    if operation._schema.is_mutable:
-        for place, argument in enumerate(operation._schema.arguments):
-            if argument.is_write:
-                found |= memory_of(args[place] if place < len(args) else (kwargs or {}).get(argument.name))
+def pieces_of(value: Any) -> list[Piece]:
+    """The memory of all tensors in ``value``, also of those that a tensor wraps."""
+    found = []
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(leaf):
+            found += pieces_of([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif leaf.layout == torch.strided and leaf.numel():
+            steps = zip(leaf.shape, leaf.stride(), strict=True)
+            start = int(leaf.storage_offset())
+            stop = start + 1 + int(sum((size - 1) * stride for size, stride in steps))
+            storage = leaf.untyped_storage()._cdata
+            found.append(Piece(storage, start * leaf.itemsize, stop * leaf.itemsize))
     return found
 
 
-class WrittenMemory(TorchDispatchMode):
-    """Inside the block, ``memory`` is what was written to."""
+def memory_of(value: Any) -> set[int]:
+    """The storages of all tensors in ``value``."""
+    return {piece.storage for piece in pieces_of(value)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.memory |= memory_written(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+def pieces_written(operation: Any, args: Any, kwargs: Any) -> list[Piece]:
+    """The memory that ``operation`` writes to, if it runs with these arguments."""
+    schema = getattr(operation, "_schema", None)  # control flow has none, and writes to nothing
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
+    return pieces_of(given)
+
+
+def memory_written(operation: Any, args: Any, kwargs: Any) -> set[int]:
+    """The storages that ``operation`` writes to."""
+    return {piece.storage for piece in pieces_written(operation, args, kwargs)}

@@ -104,8 +104,10 @@ def test_a_buffer_that_changes_late_is_refused_once(reader: type[nn.Module]) -> 
     torch.manual_seed(0)
     plain = Stack(reader)
     model = checkpoint_blocks(copy.deepcopy(plain), "full")
-    trained(model)
-    trained(plain)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        for _ in range(4):  # the next one is not watched
+            each(torch.randn(4, 8)).square().sum().backward()
     for each in (model, plain):
         each.get_submodule("blocks.0").writes = True  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"had left alone before \(constant of \w*Reader\).*step again"):
@@ -119,18 +121,17 @@ def test_a_buffer_that_changes_late_is_refused_once(reader: type[nn.Module]) -> 
         assert torch.equal(got, want)
 
 
-def test_frozen_weights_are_copied_once() -> None:
+def test_frozen_weights_are_not_copied() -> None:
     """Those of a fine-tuned model are large, and stay as they are."""
     inner = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 8))
     model = checkpoint_blocks(nn.Sequential(inner), "full", ["0"])
-    peaks = []
     for _ in range(4):
         x = torch.randn(4, 256)
         with LiveBytes() as memory:
+            memory.hold(model.parameters())
+            held = memory.now
             model(x)
-        peaks.append(memory.peak)
-    assert peaks[1] + 256 * 256 * 4 <= peaks[0]
-    assert peaks[1] == peaks[3]
+        assert memory.peak - held < 256 * 256 * 4
 
 
 class Assigning(nn.Module):
@@ -160,22 +161,23 @@ def test_what_is_given_other_memory(mode: Any) -> None:
 
 
 class Clamping(nn.Module):
-    """Changes its trained weights in place."""
+    """Changes its trained weights in place, and its biases by writes that are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.decay = 1.0
+        self.decay = 0.9
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.linear.weight.clamp_(-0.1, 0.1).mul_(self.decay)
+        self.linear.bias.data[2:] *= self.decay
         return torch.tanh(self.linear(x))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full", "offload", "region"])
 def test_trained_weights_that_change_in_place(mode: Any) -> None:
-    """What makes no difference the second time is done again; the rest is refused once."""
+    """They change once for each forward pass."""
     torch.manual_seed(0)
     plain = nn.Sequential(Clamping(), Clamping())
     model = checkpoint_blocks(copy.deepcopy(plain), "keep" if mode == "region" else mode, ["0", "1"])
@@ -183,15 +185,7 @@ def test_trained_weights_that_change_in_place(mode: Any) -> None:
         group_blocks(model, [["0", "1"]])
     for got, want in zip(trained(model), trained(plain), strict=True):
         assert torch.equal(got, want)
-    for part in (*model, *plain):
-        part.decay = 0.9  # type: ignore[assignment]
-    before = copy.deepcopy(plain.state_dict())
-    with pytest.raises(RuntimeError, match=r"left alone before \(weight of Linear\).*step again"):
-        trained(model)  # once, and not once for each block
-    model.load_state_dict(before)
-    for each in (model, plain):
-        each.zero_grad()
-    for got, want in zip(trained(model), trained(plain), strict=True):
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(got, want)
 
 
