@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,11 @@ class Measured(NamedTuple):
 def in_turns(seconds: Callable[..., float], *, compiled: bool) -> Callable[..., float]:
     """``seconds`` of the planner, which times what it runs on the GPU, in a turn; compiling comes before."""
 
-    def timed(once: Callable[[], None], module: nn.Module, device: torch.device) -> float:
+    def timed(once: Callable[[], None], *args: Any) -> float:
         if compiled:
             once()
         with turn():
-            return seconds(once, module, device)
+            return seconds(once, *args)
 
     return timed
 

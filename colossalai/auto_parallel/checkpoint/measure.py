@@ -19,7 +19,9 @@ from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
 
-_WARM, _ROWS, _ROW_SECONDS, _ENOUGH = 2, 5, 0.1, 1.0
+_WARM, _ROWS, _ENOUGH = 2, 5, 1.0
+_CALL_ROW, _STEP_ROW = 0.03, 0.1
+"""Seconds that a row of runs takes, at least two: there are many calls, and their times are only shares."""
 
 
 def measure_calls(
@@ -69,9 +71,9 @@ def _measure_call(
         peaks = peaks[0], backward.nbytes
 
     with left_alone(block), block_modes(step.model, {name: mode}):
-        making = _seconds(make, block, device)
-        passing = _seconds(ahead, block, device) - making if mode == "keep" else 0.0
-        seconds = max(0.0, _seconds(once, block, device) - making)
+        making = _seconds(make, block, device, _CALL_ROW)
+        passing = _seconds(ahead, block, device, _CALL_ROW) - making if mode == "keep" else 0.0
+        seconds = max(0.0, _seconds(once, block, device, _CALL_ROW) - making)
     more = [max(0, most - (span.peak - span.start)) for most, span in zip(peaks, spans, strict=True)]
     return CallCost(seconds, more[0], more[1], max(0.0, passing))
 
@@ -110,7 +112,7 @@ def measure_step(step: TrainingStep) -> Whole | None:
     gc.collect()  # what is only waiting for it is not there in training
     try:
         with left_alone(step.model) as copies:
-            seconds = _seconds(once, step.model, device)
+            seconds = _seconds(once, step.model, device, _STEP_ROW)
             before -= copies
             return Whole(seconds, with_gaps(before + above), before - _weights_on(device, step.model))
     except torch.OutOfMemoryError:
@@ -223,7 +225,7 @@ class _PeakAbove:
         self.nbytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-def _seconds(once: Callable[[], Any], module: nn.Module, device: torch.device) -> float:
+def _seconds(once: Callable[[], Any], module: nn.Module, device: torch.device, row_seconds: float) -> float:
     """The seconds of a run, of several one after the other, as in training."""
 
     def row(runs: int) -> float:
@@ -237,7 +239,7 @@ def _seconds(once: Callable[[], Any], module: nn.Module, device: torch.device) -
         return (time.perf_counter() - start) / runs
 
     with nothing_collected():
-        runs = min(8, max(2, round(_ROW_SECONDS / row(_WARM))))  # the first row loads kernels
+        runs = min(8, max(2, round(row_seconds / row(_WARM))))  # the first row loads kernels
         return fastest_row(lambda: row(runs))
 
 
