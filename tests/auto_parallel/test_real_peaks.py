@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, SwinConfig, SwinForImageClassification
+from transformers import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    SwinConfig,
+    SwinForImageClassification,
+)
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner
 from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
@@ -99,6 +106,11 @@ def _neox() -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, intermediate_size=64, **SIZES))
 
 
+def _deberta() -> nn.Module:
+    options = {**SIZES, "num_hidden_layers": 2, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+    return DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=64, intermediate_size=64, **options))
+
+
 def _attention(dropout: float, heads: int) -> tuple[nn.Module, Any]:
     return nn.Sequential(*(Attends(dropout, heads) for _ in range(3))), torch.rand(2, 32, 32)
 
@@ -109,6 +121,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "rnn": lambda: (Recurrent(nn.RNN), IDS),
     "swin": lambda: (_swin(), {"pixel_values": torch.rand(2, 3, 32, 32), "labels": torch.tensor([0, 1])}),
     "neox": lambda: (_neox(), {"input_ids": IDS, "labels": IDS}),  # queries lie in memory as they are cut
+    "deberta": lambda: (_deberta(), {"input_ids": IDS, "labels": IDS}),  # makes scalars on the CPU
     "losses": lambda: (Losses(), torch.rand(64, 32)),
     "writes": lambda: (unusual(True), torch.rand(64, 32)),
     "codes": lambda: _codes(lambda: nn.Linear(32, 32)),

@@ -136,9 +136,9 @@ class TrainingStep:
     def _play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The same on the meta device."""
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
+        batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
-            batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
             recorder.hold(weights)
             optimizer = None
             if self.share is not None:
@@ -261,7 +261,7 @@ class TimelineRecorder(MetaBytes):
     """Cuts a step into pieces, and adds up the seconds of its operations by a roofline."""
 
     def __init__(self, device: DevicePreset, *, meta: bool = True) -> None:
-        super().__init__()
+        super().__init__(host=device is DEVICES["cpu"])
         self._meta = meta
         self.timeline = StepTimeline()
         self._device, self._operations = device, OperationCounter().flop_registry
