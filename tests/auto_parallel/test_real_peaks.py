@@ -25,6 +25,7 @@ from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanne
 from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
 from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, SIZES, gpt2, unusual
+from tests.auto_parallel.models import MODELS as COMMON
 
 
 class Recurrent(nn.Module):
@@ -142,7 +143,9 @@ def real_peak(step: TrainingStep, gradients: bool = False) -> int:
     with LiveBytes(block=512) as memory:
         memory.hold((*model.parameters(), *model.buffers(), *batch))
         memory.hold(p.grad for p in model.parameters() if p.grad is not None)
-        step.loss(model, step.batch).backward()
+        with step.autocasts("cpu"):
+            loss = step.loss(model, step.batch)
+        loss.backward()
     model.zero_grad()
     return memory.peak
 
@@ -161,6 +164,45 @@ def test_peaks_of_real_steps(name: str) -> None:
         planner.apply(plan)
         real = real_peak(planner.step)
         assert 0.99 * plan.peak <= real <= plan.peak <= plan.budget
+
+
+class ManyKinds(nn.Module):
+    """Operations that autocast on a CPU treats otherwise than on a GPU, beside some that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.group = nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(16, 16)
+        self.weight, self.layer = nn.Parameter(torch.rand(4, 4)), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.group(self.conv(x)).relu()
+        rows = self.layer(torch.einsum("bchw,wv->bchv", found, self.weight)).flatten(0, 1)
+        found = torch.bmm(torch.bmm(rows, rows.transpose(1, 2)).softmax(-1), rows).view_as(x)
+        return torch.cat([found, x], 1)[:, ::2] + torch.stack([found, x]).sum(0).exp().log1p()
+
+
+def _many_kinds() -> tuple[nn.Module, Any, Any]:
+    blocks = nn.Sequential(*(ManyKinds() for _ in range(6)))
+    model = nn.Sequential(blocks, nn.Flatten(), nn.Linear(256, 10))
+    return model, (torch.rand(32, 16, 4, 4), torch.arange(32) % 10), nn.CrossEntropyLoss()
+
+
+AUTOCAST: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    **{name: COMMON[name] for name in ("bert", "resnet")},
+    "gpt2": lambda: (gpt2(2), {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}, None),
+    "many kinds": _many_kinds,
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_peaks_of_real_steps_under_autocast(name: str) -> None:
+    """What is in half precision is what autocast on a CPU has so."""
+    torch.manual_seed(0)
+    model, batch, criterion = AUTOCAST[name]()
+    planner = CheckpointPlanner(model, batch, criterion=criterion, device="cpu", autocast=torch.bfloat16)
+    for plan in plans(planner):
+        planner.apply(plan)
+        assert 0.97 * plan.peak <= real_peak(planner.step) <= plan.peak <= plan.budget
 
 
 @pytest.mark.parametrize("name", ["codes", "lstm codes"])
