@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,44 @@ class Attends(nn.Module):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         out = scaled_dot_product_attention(query, key, key, mask, self.dropout, enable_gqa=self.heads == 1)
         return x + out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class State:
+    """What blocks may pass on, and pytree does not know."""
+
+    hidden: Tensor
+    layer: int = 0
+
+
+class PassesState(nn.Module):
+    """Blocks that take a dataclass and return one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor | State) -> State:
+        state = x if isinstance(x, State) else State(x)
+        return State(state.hidden + self.inner(state.hidden), state.layer + 1)
+
+
+class TakesState(nn.Module):
+    """A head behind such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, state: State) -> Tensor:
+        return self.head(state.hidden)  # type: ignore[no-any-return]
+
+
+def _passes_state() -> nn.Module:
+    parts = [
+        nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(8)
+    ]
+    return nn.Sequential(nn.Sequential(*map(PassesState, parts)), TakesState())
 
 
 class Losses(nn.Module):
@@ -127,6 +166,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "writes": lambda: (unusual(True), torch.rand(64, 32)),
     "codes": lambda: _codes(lambda: nn.Linear(32, 32)),
     "lstm codes": lambda: _codes(lambda: nn.LSTM(32, 32)),
+    "passes a dataclass": lambda: (_passes_state(), torch.rand(64, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),
