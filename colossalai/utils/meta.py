@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim import Optimizer
 
 from colossalai._numeric import HALF_DTYPES
+from colossalai.utils.cpu_autocast import on_cpu
 from colossalai.utils.memory.live_bytes import LiveBytes
 from colossalai.utils.meta_autocast import autocast_on_meta
 
@@ -28,11 +29,12 @@ class MetaBytes(LiveBytes):
     """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
 
     A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called
-    at each new peak, to note what else is of interest then.
+    at each new peak, to note what else is of interest then.  With ``host``, tensors that a model makes on the
+    CPU count, too: there lies what the meta device stands for.
     """
 
-    def __init__(self, at_peak: Callable[[], None] = lambda: None) -> None:
-        super().__init__(meta=True, block=ALLOCATOR_BLOCK)
+    def __init__(self, at_peak: Callable[[], None] = lambda: None, *, host: bool = False) -> None:
+        super().__init__(meta=True, host=host, block=ALLOCATOR_BLOCK)
         self._at_peak = at_peak
 
     def restart(self) -> None:
@@ -71,17 +73,17 @@ def _reduced(loss: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any)
 @contextmanager
 def gpu_kernels(*, is_cpu: bool = False) -> Iterator[None]:
     """On the meta device, attention that keeps no scores, dropout that keeps a mask of one byte, and autocast
-    of CUDA, as on a GPU.  For a device that ``is_cpu``, dropout keeps a mask of its input's dtype, and
-    attention that drops something keeps its scores.
+    of CUDA, as on a GPU.  For a device that ``is_cpu``, dropout keeps a mask of its input's dtype, attention
+    that drops something keeps its scores, and autocast is that of the CPU.
 
     Kernels of torch's dispatcher, not a ``TorchFunctionMode``: such a mode is off inside ``backward``, where
     checkpointed layers run again.
     """
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
-        for name, kernel in (_CPU_KERNELS if is_cpu else _KERNELS).items():
-            library.impl(name, kernel, "AutogradMeta")
-        with autocast_on_meta():
+        for (name, key), kernel in (_CPU_KERNELS if is_cpu else _KERNELS).items():
+            library.impl(name, kernel, key)
+        with autocast_on_meta("cpu" if is_cpu else "cuda"):
             yield
     finally:
         library._destroy()
@@ -119,8 +121,8 @@ def _attention_of_cpu(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    like_q, like_k, like_v = (_on_cpu(t) for t in (query, key, value))
-    mask = None if attn_mask is None else _on_cpu(attn_mask)
+    like_q, like_k, like_v = (on_cpu(t) for t in (query, key, value))
+    mask = None if attn_mask is None else on_cpu(attn_mask)
     grouped = {"enable_gqa": options.get("enable_gqa", False)}
     kernel = torch._fused_sdp_choice(like_q, like_k, like_v, mask, dropout_p, is_causal, **grouped)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -132,21 +134,46 @@ def _attention_of_cpu(
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask)[0]
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor of this shape on the CPU, by which torch chooses a kernel; it has memory for one row."""
-    made = torch.empty(tensor.shape[-1:], dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-    return made.requires_grad_(tensor.requires_grad)
-
-
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
 
-_KERNELS: dict[str, Callable[..., Tensor]] = {
-    "scaled_dot_product_attention": _attention,
-    "dropout": _dropout,
+def _group_norm_of_cpu(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: int,
+    width: int,
+    size: int,
+    groups: int,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With a weight in fp32, statistics of an input in half precision are in fp32; elsewhere they are not."""
+    dtype = input.dtype if weight is None else weight.dtype
+    mean, deviation = (input.new_empty((rows, groups), dtype=dtype) for _ in range(2))
+    return torch.empty_like(input), mean, deviation
+
+
+def _group_norm_backward_of_cpu(
+    gradient: Tensor, input: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor | None, *sizes: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradient of the input has its dtype, also beside a weight in fp32."""
+    *_, width, _, _, needed = sizes
+    like = input if weight is None else weight
+    made = (torch.empty_like(input), like.new_empty(width), like.new_empty(width))
+    return tuple(tensor if is_needed else None for tensor, is_needed in zip(made, needed, strict=True))
+
+
+_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("scaled_dot_product_attention", "AutogradMeta"): _attention,
+    ("dropout", "AutogradMeta"): _dropout,
 }
-_CPU_KERNELS: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention_of_cpu}
+_CPU_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("scaled_dot_product_attention", "AutogradMeta"): _attention_of_cpu,
+    ("native_group_norm", "Meta"): _group_norm_of_cpu,
+    ("native_group_norm_backward", "Meta"): _group_norm_backward_of_cpu,
+}
+"""Kernels by the operation and its dispatch key."""
 
 
 def step_as_on_gpu(optimizer: Optimizer) -> None:

@@ -1,9 +1,12 @@
-"""Autocast on the meta device: products in half precision and losses in fp32, as CUDA's autocast does.
+"""Autocast on the meta device: products in half precision and losses in fp32, as the CPU or CUDA has it.
 
 torch has no autocast for meta tensors, so here are its rules as kernels of a dispatch key that no device of
 ours uses. They follow the state of autocast on the *CPU*, which is the one that torch's checkpoints put back
 when they run a function again, and cast tensors of the meta device only. Casts of weights are kept until the
 autocast block ends, as torch keeps them.
+
+What the CPU's autocast casts, torch is asked (``cpu_autocast``). What CUDA's does, it could not tell where
+there is no GPU; so that is written down here.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from colossalai.utils.cpu_autocast import casts_on_cpu
+
+Kind = Literal["cpu", "cuda"]
 _KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
 # What is not in half precision: all that torch's autocast for CUDA touches is in one of these, or cast.
@@ -40,12 +46,12 @@ _AS_IT_IS = frozenset({"binary_cross_entropy"})  # CUDA's autocast refuses it
 
 
 @contextmanager
-def autocast_on_meta() -> Iterator[None]:
-    """Inside the block, ``torch.autocast`` for the CPU, for CUDA or for "meta" casts meta tensors as CUDA's
-    autocast casts CUDA tensors.
+def autocast_on_meta(kind: Kind = "cuda") -> Iterator[None]:
+    """Inside the block, ``torch.autocast`` for the CPU, for CUDA or for "meta" casts meta tensors as autocast
+    of this ``kind`` of device casts its tensors.
     """
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
-    casts = _Casts()
+    casts = _Casts(kind)
     init = torch.autocast.__init__
 
     def as_on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +65,7 @@ def autocast_on_meta() -> Iterator[None]:
 
     try:
         others.fallback(torch.library.fallthrough_kernel, _KEY.name)
-        for operation in _operations():
+        for operation in _operations(kind):
             name = operation.name().removeprefix("aten::")
             library.impl(name, partial(_cast_and_run, operation, casts), _KEY.name)
         torch.autocast.__init__ = as_on_cpu  # type: ignore[method-assign]
@@ -77,15 +83,33 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 class _Casts:
-    """The casts of weights in an autocast block, by the weight."""
+    """What autocast casts, and the casts of weights in an autocast block, by the weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
         self._made: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._known: dict[Any, dict[int, torch.dtype]] = {}
 
     def clear(self) -> None:
         self._made.clear()
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def apply(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments and keywords that the operation gets.
+
+        The backward pass of the last cast comes first: so they are made in torch's order, the last argument
+        first.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        look = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+        key = (operation, torch.get_autocast_dtype("cpu"), *look)
+        if key not in self._known:
+            ask = casts_on_cpu if self._kind == "cpu" else _casts_on_cuda
+            self._known[key] = ask(operation, args, kwargs)
+        for place, dtype in self._known[key].items():
+            leaves[place] = self._cast(leaves[place], dtype)
+        return tree_unflatten(leaves, spec)
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_meta or not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
             return tensor
         is_weight = tensor.is_leaf and tensor.requires_grad and tensor.dtype == torch.float32
@@ -97,13 +121,13 @@ class _Casts:
         return found[1]
 
 
-def _operations() -> list[Any]:
-    """The operations that CUDA's autocast treats."""
+def _operations(kind: Kind = "cuda") -> list[Any]:
+    """The operations that autocast of this kind of device treats."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::") or name == "aten::_scaled_dot_product_flash_attention":
             continue  # which is what attention becomes, after it was cast
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{kind.upper()}"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
     return found
@@ -111,16 +135,21 @@ def _operations() -> list[Any]:
 
 def _cast_and_run(operation: Callable[..., Any], casts: _Casts, *args: Any, **kwargs: Any) -> Any:
     with torch._C._SetExcludeDispatchKeyGuard(_KEY, True):
-        if not torch.is_autocast_enabled("cpu"):
-            return operation(*args, **kwargs)
-        dtype = _dtype(operation, args)
-        if dtype is not None:
-            args, kwargs = tree_map_only(Tensor, lambda t: casts.cast(t, dtype), (args, kwargs))
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = casts.apply(operation, args, kwargs)
         return operation(*args, **kwargs)
 
 
-def _dtype(operation: Any, args: tuple[Any, ...]) -> torch.dtype | None:
-    """The dtype that an operation computes in, or None to leave its arguments alone."""
+def _casts_on_cuda(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.dtype]:
+    """What ``casts_on_cpu`` tells of the CPU."""
+    dtype, leaves = _dtype_on_cuda(operation, args), tree_leaves((args, kwargs))
+    if dtype is None:
+        return {}
+    return {place: dtype for place in reversed(range(len(leaves))) if isinstance(leaves[place], Tensor)}
+
+
+def _dtype_on_cuda(operation: Any, args: tuple[Any, ...]) -> torch.dtype | None:
+    """The dtype that an operation computes in on a GPU, or None to leave its arguments alone."""
     name = operation.overloadpacket.__name__
     if name in _AS_IT_IS:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, SwinConfig, SwinForImageClassification
+from transformers import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    SwinConfig,
+    SwinForImageClassification,
+)
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner
 from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
 from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, SIZES, gpt2, unusual
+from tests.auto_parallel.models import MODELS as COMMON
 
 
 class Recurrent(nn.Module):
@@ -49,6 +58,44 @@ class Attends(nn.Module):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         out = scaled_dot_product_attention(query, key, key, mask, self.dropout, enable_gqa=self.heads == 1)
         return x + out.transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class State:
+    """What blocks may pass on, and pytree does not know."""
+
+    hidden: Tensor
+    layer: int = 0
+
+
+class PassesState(nn.Module):
+    """Blocks that take a dataclass and return one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor | State) -> State:
+        state = x if isinstance(x, State) else State(x)
+        return State(state.hidden + self.inner(state.hidden), state.layer + 1)
+
+
+class TakesState(nn.Module):
+    """A head behind such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, state: State) -> Tensor:
+        return self.head(state.hidden)  # type: ignore[no-any-return]
+
+
+def _passes_state() -> nn.Module:
+    parts = [
+        nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(8)
+    ]
+    return nn.Sequential(nn.Sequential(*map(PassesState, parts)), TakesState())
 
 
 class Losses(nn.Module):
@@ -99,6 +146,11 @@ def _neox() -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, intermediate_size=64, **SIZES))
 
 
+def _deberta() -> nn.Module:
+    options = {**SIZES, "num_hidden_layers": 2, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+    return DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=64, intermediate_size=64, **options))
+
+
 def _attention(dropout: float, heads: int) -> tuple[nn.Module, Any]:
     return nn.Sequential(*(Attends(dropout, heads) for _ in range(3))), torch.rand(2, 32, 32)
 
@@ -109,10 +161,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "rnn": lambda: (Recurrent(nn.RNN), IDS),
     "swin": lambda: (_swin(), {"pixel_values": torch.rand(2, 3, 32, 32), "labels": torch.tensor([0, 1])}),
     "neox": lambda: (_neox(), {"input_ids": IDS, "labels": IDS}),  # queries lie in memory as they are cut
+    "deberta": lambda: (_deberta(), {"input_ids": IDS, "labels": IDS}),  # makes scalars on the CPU
     "losses": lambda: (Losses(), torch.rand(64, 32)),
     "writes": lambda: (unusual(True), torch.rand(64, 32)),
     "codes": lambda: _codes(lambda: nn.Linear(32, 32)),
     "lstm codes": lambda: _codes(lambda: nn.LSTM(32, 32)),
+    "passes a dataclass": lambda: (_passes_state(), torch.rand(64, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),
@@ -129,7 +183,9 @@ def real_peak(step: TrainingStep, gradients: bool = False) -> int:
     with LiveBytes(block=512) as memory:
         memory.hold((*model.parameters(), *model.buffers(), *batch))
         memory.hold(p.grad for p in model.parameters() if p.grad is not None)
-        step.loss(model, step.batch).backward()
+        with step.autocasts("cpu"):
+            loss = step.loss(model, step.batch)
+        loss.backward()
     model.zero_grad()
     return memory.peak
 
@@ -148,6 +204,45 @@ def test_peaks_of_real_steps(name: str) -> None:
         planner.apply(plan)
         real = real_peak(planner.step)
         assert 0.99 * plan.peak <= real <= plan.peak <= plan.budget
+
+
+class ManyKinds(nn.Module):
+    """Operations that autocast on a CPU treats otherwise than on a GPU, beside some that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.group = nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(16, 16)
+        self.weight, self.layer = nn.Parameter(torch.rand(4, 4)), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.group(self.conv(x)).relu()
+        rows = self.layer(torch.einsum("bchw,wv->bchv", found, self.weight)).flatten(0, 1)
+        found = torch.bmm(torch.bmm(rows, rows.transpose(1, 2)).softmax(-1), rows).view_as(x)
+        return torch.cat([found, x], 1)[:, ::2] + torch.stack([found, x]).sum(0).exp().log1p()
+
+
+def _many_kinds() -> tuple[nn.Module, Any, Any]:
+    blocks = nn.Sequential(*(ManyKinds() for _ in range(6)))
+    model = nn.Sequential(blocks, nn.Flatten(), nn.Linear(256, 10))
+    return model, (torch.rand(32, 16, 4, 4), torch.arange(32) % 10), nn.CrossEntropyLoss()
+
+
+AUTOCAST: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    **{name: COMMON[name] for name in ("bert", "resnet")},
+    "gpt2": lambda: (gpt2(2), {"input_ids": IDS.repeat(4, 2), "labels": IDS.repeat(4, 2)}, None),
+    "many kinds": _many_kinds,
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_peaks_of_real_steps_under_autocast(name: str) -> None:
+    """What is in half precision is what autocast on a CPU has so."""
+    torch.manual_seed(0)
+    model, batch, criterion = AUTOCAST[name]()
+    planner = CheckpointPlanner(model, batch, criterion=criterion, device="cpu", autocast=torch.bfloat16)
+    for plan in plans(planner):
+        planner.apply(plan)
+        assert 0.97 * plan.peak <= real_peak(planner.step) <= plan.peak <= plan.budget
 
 
 @pytest.mark.parametrize("name", ["codes", "lstm codes"])

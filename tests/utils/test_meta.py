@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.utils import checkpoint
 from colossalai.utils.meta import MetaBytes, gpu_kernels
@@ -37,6 +40,34 @@ def test_dtypes_are_those_of_autocast() -> None:
         assert linear(x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):  # nothing is left behind
         assert linear(x).dtype == torch.float32
+
+
+ON_CPU: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, half: F.linear(x, x),
+    lambda x, half: half.softmax(1),
+    lambda x, half: F.layer_norm(half, (8,)),
+    lambda x, half: half.exp().sum(),
+    lambda x, half: torch.cat([half, x]),
+    lambda x, half: torch.stack([half, half]),
+    lambda x, half: F.cross_entropy(half, x),
+    lambda x, half: F.mse_loss(half, half),
+    lambda x, half: torch.einsum("ij,jk->ik", x, x),
+    lambda x, half: torch.addcmul(half, half, half),
+    lambda x, half: torch.fft.rfft(half),
+    lambda x, half: F.group_norm(half, 2, x[0], x[0]),
+    lambda x, half: F.binary_cross_entropy(half.sigmoid(), half.sigmoid()),
+    lambda x, half: x.double() @ x.double(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_of_the_cpu_are_those_of_its_autocast(dtype: torch.dtype) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        with gpu_kernels(is_cpu=True), torch.autocast("cpu", dtype):
+            x = torch.ones(8, 8, device=device)
+            found.append([operation(x, x.to(dtype)).dtype for operation in ON_CPU])
+    assert found[0] == found[1]
 
 
 def bytes_after_forward(recomputed: bool) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone, on_meta
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
+from colossalai.utils.held_tensors import map_held, tensors_of
 from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
 from colossalai.utils.throughput import OperationCounter
 
@@ -136,9 +137,9 @@ class TrainingStep:
     def _play(self, blocks: Mapping[str, nn.Module]) -> StepTimeline:
         """The same on the meta device."""
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
+        batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
-            batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
             recorder.hold(weights)
             optimizer = None
             if self.share is not None:
@@ -261,7 +262,7 @@ class TimelineRecorder(MetaBytes):
     """Cuts a step into pieces, and adds up the seconds of its operations by a roofline."""
 
     def __init__(self, device: DevicePreset, *, meta: bool = True) -> None:
-        super().__init__()
+        super().__init__(host=device is DEVICES["cpu"])
         self._meta = meta
         self.timeline = StepTimeline()
         self._device, self._operations = device, OperationCounter().flop_registry
@@ -317,7 +318,7 @@ class TimelineRecorder(MetaBytes):
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.begin("forward", len(self.timeline.calls))
             self.timeline.calls.append(name)
-            self.timeline.inputs.append(tree_map_only(Tensor, Like.of, (args, kwargs)))
+            self.timeline.inputs.append(map_held(Like.of, (args, kwargs)))
 
         return enter
 
@@ -332,9 +333,8 @@ class TimelineRecorder(MetaBytes):
                 seen = True
                 self.begin("backward", call)
 
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(differentiate)
+        for tensor in tensors_of(output):
+            tensor.register_hook(differentiate)
 
 
 def line_of(stack: traceback.StackSummary) -> str:

@@ -24,13 +24,14 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         meta: count tensors of the meta device, as if they had memory, and no others.
+        host: count those of the CPU, too.
         block: memory is given out in multiples of so many bytes.
     """
 
-    def __init__(self, *, meta: bool = False, block: int = 1) -> None:
+    def __init__(self, *, meta: bool = False, host: bool = False, block: int = 1) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._meta, self._block = meta, block
+        self._meta, self._host, self._block = meta, host, block
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -52,9 +53,11 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, tensor: Tensor) -> None:
         if is_traceable_wrapper_subclass(tensor):
             return  # a DTensor has no memory but that of its piece, which is counted
+        if tensor.is_meta != self._meta and not (tensor.is_cpu and self._host):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages or tensor.is_meta != self._meta:
+        if key in self._storages:
             return
         size = round_up(storage.nbytes(), self._block)
 

@@ -21,7 +21,6 @@ The backward pass of a call is over, and its weights can be released, at the fir
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,40 +30,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from colossalai.mesh import own_grad
 from colossalai.mesh._compat import at_end_of_task, current_task
 from colossalai.mesh.backward import before_backward, when_known
 from colossalai.mesh.uncounted_writes import is_watched, sums_of_bits
 from colossalai.utils.activation_checkpoint import is_repeated
+from colossalai.utils.held_tensors import tensors_in, tensors_of
 from colossalai.zero.gemini.chunk import Chunk, ParamSlot
 from colossalai.zero.gemini.chunk_filling import lost_write
 from colossalai.zero.gemini.manager import GeminiManager
 
-DEPTH = 4  # of objects in objects that are searched for tensors
 OF_TORCH = frozenset(vars(nn.Module()))
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Return the tensors in tuples, lists, dicts and other trees of torch."""
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
-def tensors_of(values: Any, depth: int = DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors with a backward pass in ``values``, also in dataclasses and attributes."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:
-                yield leaf
-        elif depth and not isinstance(leaf, nn.Module | type):
-            yield from tensors_of(_attributes(leaf), depth - 1)
-
-
-def _attributes(value: Any) -> list[Any]:
-    if dataclasses.is_dataclass(value):  # may have slots
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
 
 
 def put_away(module: nn.Module) -> Iterator[Tensor]:
