@@ -20,33 +20,34 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
     """Return the tensors with a backward pass in ``values``, also in dataclasses and attributes."""
-    return (tensor for tensor in _held(values, DEPTH) if tensor.requires_grad)
+    return (tensor for tensor in held(values) if tensor.requires_grad)
 
 
-def map_held(function: Callable[[Tensor], Any], values: Any, depth: int = DEPTH) -> Any:
-    """Return ``values`` with ``function(tensor)`` in the place of each tensor; objects that hold some are
-    copied.
+def map_held(function: Callable[[Any], Any], values: Any, kind: type = Tensor, depth: int = DEPTH) -> Any:
+    """Return ``values`` with ``function(held)`` in the place of each tensor, or of whatever is of this
+    ``kind``; objects that hold some are copied.
     """
 
     def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kind):
             return function(leaf)
-        if next(_held(leaf, depth), None) is None:
+        if next(held(leaf, kind, depth), None) is None:
             return leaf
         made = copy.copy(leaf)
         for name, value in _attributes(leaf).items():
-            object.__setattr__(made, name, map_held(function, value, depth - 1))  # it may be frozen
+            object.__setattr__(made, name, map_held(function, value, kind, depth - 1))  # it may be frozen
         return made
 
-    return tree_map(mapped, values)
+    return tree_map(mapped, values, is_leaf=lambda leaf: isinstance(leaf, kind))
 
 
-def _held(values: Any, depth: int) -> Iterator[Tensor]:
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor):
+def held(values: Any, kind: type = Tensor, depth: int = DEPTH) -> Iterator[Any]:
+    """Yield the tensors, or whatever is of this ``kind``, also in dataclasses and attributes."""
+    for leaf in tree_leaves(values, is_leaf=lambda leaf: isinstance(leaf, kind)):
+        if isinstance(leaf, kind):
             yield leaf
         elif depth and not isinstance(leaf, nn.Module | type):
-            yield from _held(_attributes(leaf), depth - 1)
+            yield from held(_attributes(leaf), kind, depth - 1)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

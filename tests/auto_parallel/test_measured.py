@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from colossalai.auto_parallel.checkpoint.blocks import set_modes
 from colossalai.auto_parallel.checkpoint.mode_solver import Choice, does_no_more
 from colossalai.auto_parallel.checkpoint.planner import Tried
 from colossalai.auto_parallel.checkpoint.search import Judged
-from colossalai.auto_parallel.checkpoint.timeline import TrainingStep
+from colossalai.auto_parallel.checkpoint.timeline import Like, TrainingStep
+from colossalai.utils.held_tensors import map_held
 from colossalai.utils.memory.live_bytes import LiveBytes
 from tests.auto_parallel.models import IDS, gpt2
 
@@ -159,6 +161,26 @@ def test_chains_of_noisy_times() -> None:
         stage.costs["full"] = stage.costs["full"]._replace(seconds=3 * keep.seconds)
     assert min(planner.chain().btime) >= 0
     assert CheckpointSolverChen(planner.chain()).segments()[-1][1] == 4
+
+
+@dataclass
+class Given:
+    """What a block may take: pytree does not know it."""
+
+    x: Tensor
+    masks: list[Tensor]
+
+
+def test_arguments_of_a_block_that_runs_alone() -> None:
+    """They look like those of its call, also in objects, and a block may write to them."""
+    x = torch.zeros(2, 3, requires_grad=True)
+    likes = map_held(Like.of, ((Given(x, [torch.ones(4) > 0]),), {"scale": x}))
+    (given,), kwargs = measure._made(likes, torch.device("cpu"))
+    assert isinstance(given, Given)
+    assert [tuple(t.shape) for t in (given.x, *given.masks, kwargs["scale"])] == [(2, 3), (4,), (2, 3)]
+    assert given.masks[0].dtype == torch.bool
+    given.x.add_(1).sum().backward()  # type: ignore[no-untyped-call]
+    assert given.x.requires_grad
 
 
 def within(peak: int, counters: Counters, model: nn.Module, batch: dict[str, Tensor]) -> int:

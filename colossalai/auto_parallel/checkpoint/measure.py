@@ -18,6 +18,7 @@ from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
+from colossalai.utils.held_tensors import map_held
 
 _WARM, _ROWS, _ENOUGH = 2, 5, 1.0
 _CALL_ROW, _STEP_ROW = 0.03, 0.1
@@ -270,10 +271,13 @@ def nothing_collected() -> Iterator[None]:
 def _made(inputs: Any, device: torch.device) -> Any:
     """Arguments that look like those of a call, and may be written to; a key-value cache is left out."""
 
-    def make(leaf: Any) -> Any:
-        if isinstance(leaf, Like):
-            made = leaf.make(device)
-            return made.clone() if leaf.requires_grad else made
-        return None if hasattr(leaf, "get_seq_length") else leaf
+    def make(like: Like) -> Tensor:
+        made = like.make(device)
+        return made.clone() if like.requires_grad else made
 
-    return tree_map(make, inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
+    inputs = tree_map(
+        lambda leaf: None if hasattr(leaf, "get_seq_length") else leaf,
+        inputs,
+        is_leaf=lambda leaf: isinstance(leaf, Like),
+    )
+    return map_held(make, inputs, Like)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
 from colossalai.auto_parallel.checkpoint.chen import CheckpointSolverChen
@@ -53,6 +52,7 @@ from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
+from colossalai.utils.held_tensors import held
 from colossalai.utils.text import size_text
 
 _TRIES = 6
@@ -501,5 +501,4 @@ def dist_size() -> int:
 
 def _largest(inputs: Any) -> int:
     """The bytes of the largest tensor among the arguments of a call: what comes from the block before."""
-    likes = tree_leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, Like))
-    return max((like.nbytes for like in likes if isinstance(like, Like)), default=0)
+    return max((like.nbytes for like in held(inputs, Like)), default=0)
