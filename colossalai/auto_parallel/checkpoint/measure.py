@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.blocks import block_modes
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone
 from colossalai.auto_parallel.checkpoint.profile import CallCost, Measured, peak_of_step
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, Span, StepTimeline, TrainingStep
-from colossalai.utils.held_tensors import map_held
+from colossalai.utils.held_tensors import map_held, tensors_of
 
 _WARM, _ROWS, _ENOUGH = 2, 5, 1.0
 _CALL_ROW, _STEP_ROW = 0.03, 0.1
@@ -54,17 +54,17 @@ def _measure_call(
     def make() -> None:
         _made(inputs, device)
 
-    def ahead() -> list[Any]:
+    def ahead() -> list[Tensor]:
         nonlocal peaks
         args, kwargs = _made(inputs, device)
         with _PeakAbove(device) as forward, step.autocasts("cuda"):
             output = block(*args, **kwargs)
         peaks = forward.nbytes, 0
-        return tree_leaves(output)
+        return list(tensors_of(output))
 
     def once() -> None:
         nonlocal peaks
-        learnt = [t for t in ahead() if isinstance(t, Tensor) and t.requires_grad]
+        learnt = ahead()
         gradients = [torch.ones_like(t) for t in learnt]
         with _PeakAbove(device) as backward:
             if learnt:
