@@ -30,13 +30,15 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossalai.context import random as mode_random
 from colossalai.mesh.random import set_stream_positions, stream_positions
 from colossalai.utils.device import cuda_in_use
+from colossalai.utils.held_tensors import held, map_held
+from colossalai.utils.repeated_attributes import RepeatedAttributes
 from colossalai.utils.repeated_buffers import RepeatedBuffers
 from colossalai.utils.written_memory import memory_of, memory_written
 
@@ -90,8 +92,9 @@ def checkpoint(
     offload = saved_tensors_hooks(_to_host, _to_device) if activation_offload else nullcontext()
     # SameRandomNumbers preserves the random state, of more streams than torch does
     options["preserve_rng_state"] = False
-    run: Callable[..., Any] = SameRandomNumbers(function)
-    if not options["use_reentrant"] and not keep_products and not leaves_inputs_alone(function):
+    copies = not options["use_reentrant"] and not keep_products and not leaves_inputs_alone(function)
+    run: Callable[..., Any] = SameStructures(SameRandomNumbers(function), function, args_too=not copies)
+    if copies:
         run = _SameInputs(function, run, args)
         args = run.kept
     with offload:
@@ -118,28 +121,68 @@ def random_states_kept() -> Iterator[None]:
 
 class SameRandomNumbers:
     """A function whose every call after the first draws the random numbers of the first, and then forgets it
-    did.  What ``computed_once`` has computed in the first call, the others are given, and the buffers of its
-    module as they were before the first.
+    did.  What ``computed_once`` has computed in the first call, the others are given, and the buffers and
+    attributes of its module as they were before the first.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._states: list[Any] | None = None
         self._results: list[Any] = []
-        self._buffers = RepeatedBuffers(_owner(function)[0])
+        owner, _ = _owner(function)
+        self._buffers, self._attributes = RepeatedBuffers(owner), RepeatedAttributes(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._states is None:
             self._states = _get_states()
+            self._attributes.first_run()
             with self._buffers.first_run(), _within(_CheckpointRun(self._results)):
                 return self._function(*args, **kwargs)
         now = _get_states()
         _set_states(self._states)
         try:
-            with self._buffers.second_run(), _within(_CheckpointRun(self._results, iter(self._results))):
+            repeated = _CheckpointRun(self._results, iter(self._results))
+            with self._attributes.second_run(), self._buffers.second_run(), _within(repeated):
                 return self._function(*args, **kwargs)
         finally:
             _set_states(now)
+
+
+class SameStructures:
+    """A function whose later calls get the lists, dicts and objects of the first one as they were before it:
+    what calls the function, or the function itself, may change what is in them meanwhile.  With ``args_too``
+    these are positional arguments as well as keywords of a ``partial``.
+    """
+
+    def __init__(self, run: Callable[..., Any], function: Callable[..., Any], *, args_too: bool) -> None:
+        self._run, self._args_too = run, args_too
+        self._keywords: dict[str, Any] = function.keywords if isinstance(function, partial) else {}
+        self._kept: tuple[dict[int, Any], dict[str, Any]] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._kept is None:
+            self._kept = (
+                {i: as_it_is(v) for i, v in enumerate(args) if self._args_too and may_change(v)},
+                {name: as_it_is(value) for name, value in self._keywords.items() if may_change(value)},
+            )
+            return self._run(*args)
+        places, keywords = self._kept
+        args = tuple(as_it_is(places[i]) if i in places else value for i, value in enumerate(args))
+        return self._run(*args, **{name: as_it_is(value) for name, value in keywords.items()})
+
+
+def may_change(value: Any) -> bool:
+    """Whether ``value`` is a structure with tensors that code may take out, or put others in their place."""
+    if value is None or isinstance(value, (torch.Tensor, int, float, str, torch.dtype, torch.device)):
+        return False
+    if type(value) is tuple:
+        return any(may_change(item) for item in value)
+    return next(held(value), None) is not None
+
+
+def as_it_is(value: Any) -> Any:
+    """The same tensors in a structure of their own."""
+    return map_held(lambda tensor: tensor, value)
 
 
 class _CheckpointRun(NamedTuple):
@@ -201,7 +244,7 @@ class _SameInputs:
         self._given: tuple[Any, ...] | None = args
         self._writes = self._is_first = True
         self._differentiates = False
-        self.kept: tuple[Any, ...] = tree_map_only(torch.Tensor, _copy, args)
+        self.kept: tuple[Any, ...] = tree_map(_copy, args)
         self._needs_grad = [
             leaf.requires_grad for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
         ]
@@ -235,7 +278,9 @@ def _writable_leaves(args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and _may_be_written(leaf)]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return as_it_is(tensor) if may_change(tensor) else tensor
     if not _may_be_written(tensor):
         return tensor
     # where there are no values, the memory itself is kept, which `dry_run` counts; a copy needs no gradient

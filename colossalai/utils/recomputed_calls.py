@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from colossalai.utils.activation_checkpoint import SameRandomNumbers
+from colossalai.utils.activation_checkpoint import SameRandomNumbers, as_it_is, may_change
 
 
 class RecomputedCalls:
@@ -46,7 +46,7 @@ class RecomputedCalls:
         kept = _kept(outside)
         again = SameRandomNumbers(function)
         given = [
-            _OUTSIDE if isinstance(leaf, Tensor) and place is None else leaf if place is None else place
+            place if place is not None else _OUTSIDE if isinstance(leaf, Tensor) else _kept_as_it_is(leaf)
             for leaf, place in zip(leaves, known, strict=True)
         ]
         needs_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
@@ -137,6 +137,8 @@ class _Call(NamedTuple):
             leaf = next(outside) if place is _OUTSIDE else place
             if isinstance(leaf, _Place):
                 leaf = found[leaf.call][leaf.leaf]  # itself, which calls inside of this one may look for
+            elif isinstance(leaf, _Structure):
+                leaf = as_it_is(leaf.value)
             elif isinstance(leaf, Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 leaf = leaf.detach().requires_grad_(needs_grad)
                 leaf = leaf.view_as(leaf) if needs_grad else leaf  # no leaf, which may not be written to
@@ -147,6 +149,16 @@ class _Call(NamedTuple):
                 if options != now:  # in a played step a block for the GPU would set the state of the CPU
                     stack.enter_context(torch.autocast(**options))
             return self.function(*args, **kwargs)
+
+
+class _Structure(NamedTuple):
+    """An object with tensors, as it was in the first run."""
+
+    value: Any
+
+
+def _kept_as_it_is(leaf: Any) -> Any:
+    return _Structure(as_it_is(leaf)) if may_change(leaf) else leaf
 
 
 class _Packed:

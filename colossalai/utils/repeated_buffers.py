@@ -2,16 +2,17 @@
 
 The second run needs them as they were before the first, since it may read what it changes (the vectors of a
 spectral norm, the code book of a quantizer, a moving average); and afterwards they are what they were, so
-that they change once for each forward pass.  Below, a buffer is a parameter, too: code keeps such values as
-either.
+that they change once for each forward pass.  Where others were given in their place for a while, as
+``torch.func.functional_call`` does, the second run gets these.  Below, a buffer is a parameter, too, or a
+tensor that is a plain attribute: code keeps such values as either.
 
 [Note: which buffers are copied] Most buffers are constants, and of the others most are the running statistics
-of norms, which training does not read: the second run changes others in their place.  What else a module
-changes is learned: its first run is watched, operation by operation, and a buffer is copied right before one
-writes to it, whether torch counts that write (``p.mul_``) or not (``p.data.mul_``).  From then on those that
-change are copied before each first run, and the others are left alone.  If a module begins to change one
-later, torch's count of its writes tells, and the second run is refused, since the old values are lost; for
-writes that are not counted, the 2nd, 4th, 8th ... run is watched again.
+of norms, of which there are copies in any case.  What else a module changes is learned: its first run is
+watched, operation by operation, and a buffer is copied right before one writes to it, whether torch counts
+that write (``p.mul_``) or not (``p.data.mul_``).  From then on those that change are copied before each first
+run, and the others are left alone.  If a module begins to change one later, torch's count of its writes
+tells, and the second run is refused, since the old values are lost; for writes that are not counted, the
+2nd, 4th, 8th ... run is watched again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colossalai.utils.repeated_attributes import has_own_code, modules_of
 from colossalai.utils.written_memory import Piece, pieces_of, pieces_written
 
 _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
-"""Forward passes that, in training, only write to the buffers of their module."""
+"""Forward passes that, in training, write to all buffers of their module."""
 
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 """Whether a run changes a buffer, by its name and whether its module is in training."""
+
+_results: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Attributes of which a run reads no old value, but puts there what it has computed: to keep the old ones
+would take memory.
+"""
 
 _runs: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """How many first runs of a module there were."""
@@ -45,6 +52,7 @@ class RepeatedBuffers:
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._changed: list[_Changed] = []
+        self._given: list[_Owned] = []
         self._statistics: list[_Owned] = []
 
     @contextmanager
@@ -54,19 +62,30 @@ class RepeatedBuffers:
             yield
             return
         count = _runs[self._module] = _runs.get(self._module, 0) + 1
-        noted, self._statistics = _noted(self._module, watches=count & (count - 1) == 0)
+        noted, statistics = _noted(self._module, watches=count & (count - 1) == 0)
+        copies = _copies([one.tensor for one in statistics])
+        self._statistics = [one._replace(tensor=copy) for one, copy in zip(statistics, copies, strict=True)]
         watch = _Watch([one for one in noted if one.alias is not None])
         with watch if watch.noted else nullcontext():
             yield
         for one in noted:
-            if not one.is_left_alone and (changed := one.look(watch.copies.get(id(one)))) is not None:
+            if one.is_left_alone:
+                changed = None
+            else:
+                changed = one.look(watch.copies.get(id(one)), is_read=id(one) in watch.read)
+            if changed is not None:
                 self._changed.append(changed)
+            elif not one.is_attribute and one.kind in (Tensor, nn.Parameter):
+                self._given.append(_Owned(one.own, one.name, one.buffer))
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
         """Inside the block, buffers are what they were before the first run; afterwards, what they are."""
         if lost := [one for one in self._changed if one.before is None]:
             raise lost[0].error()
+        given = [one for one in self._given if one.is_replaced]
+        statistics = zip(self._statistics, _copies([one.tensor for one in self._statistics]), strict=True)
+        others = [*given, *(one._replace(tensor=copy) for one, copy in statistics)]
         now = [
             (one, buffer := one.own[one.name], buffer.data if one.is_moved else _copy(buffer))
             for one in self._changed
@@ -74,7 +93,7 @@ class RepeatedBuffers:
         try:
             for one in self._changed:
                 one.put_back()
-            with _others_in_place_of(self._statistics):
+            with _in_place(others):
                 yield
         finally:
             for one, buffer, values in now:
@@ -86,10 +105,17 @@ class RepeatedBuffers:
 
 
 class _Owned(NamedTuple):
-    """Where a buffer is found."""
+    """A tensor, and where it is found."""
 
     own: dict[str, Any]
     name: str
+    tensor: Tensor
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another is there; one of another class is that of a plan."""
+        now = self.own.get(self.name)
+        return now is not self.tensor and type(now) in (Tensor, nn.Parameter)
 
 
 class _Changed(NamedTuple):
@@ -145,18 +171,27 @@ class _Noted(NamedTuple):
         is_known = self.changes is False and self.alias is None
         return is_known and self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
 
-    def look(self, copy: Tensor | None) -> _Changed | None:
+    @property
+    def is_attribute(self) -> bool:
+        return self.own is vars(self.module)
+
+    def look(self, copy: Tensor | None, *, is_read: bool) -> _Changed | None:
         """What the first run, which is over, has done to it; ``copy``: its values, if it was written to while
         it was watched.
         """
         now = self.own.get(self.name)
         if now is None or (self.own is self.module._parameters and type(now) is not self.kind):
             return None  # a plan has fetched it, or let it go
+        if not isinstance(now, Tensor):
+            return None
         is_another = now is not self.buffer
         is_moved = not is_another and self.memory is not None and _memory(now) != self.memory
         is_written = copy is not None or _version(self.buffer) != self.version
         if not (is_another or is_moved or is_written or self.changes):
             self._learn(False)
+            return None
+        if self.is_attribute and not is_read and not is_written and not self.changes:
+            _results.setdefault(self.module, set()).add(self.name)
             return None
         self._learn(True)
         before = self.before if self.before is not None else copy
@@ -171,8 +206,9 @@ class _Noted(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):
-    """Copies a buffer right before the first operation that writes to it; ``copies`` has them by the ``id``
-    of what was noted.
+    """Copies a buffer right before the first operation that writes to it.
+
+    ``copies`` has them by the ``id`` of what was noted; ``read`` tells which attributes operations take.
     """
 
     supports_higher_order_operators = True
@@ -181,6 +217,8 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.noted = noted
         self.copies: dict[int, Tensor] = {}
+        self.read: set[int] = set()
+        self._looks_at_reads = any(one.is_attribute for one in noted)
         self._places: dict[int, list[tuple[Piece, _Noted]]] = {}
         for one in noted:
             for piece in pieces_of(one.alias):
@@ -192,6 +230,10 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for used in pieces_of((args, kwargs)) if self._looks_at_reads else ():
+            self.read |= {
+                id(one) for piece, one in self._places.get(used.storage, ()) if piece.overlaps(used)
+            }
         for written in pieces_written(func, args, kwargs):
             for piece, one in self._places.get(written.storage, ()):
                 if piece.overlaps(written) and id(one) not in self.copies:
@@ -223,23 +265,26 @@ def parameters_kept(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _noted(module: nn.Module, *, watches: bool) -> tuple[list[_Noted], list[_Owned]]:
-    """All buffers, and beside them the statistics that are only written to; ``module.modules()`` takes three
-    times as long, which a small block notices.
-    """
-    owners: dict[int, nn.Module] = {}
-    _walk(module, owners)
-    found, statistics = [], []
-    for owner in owners.values():
+    """All buffers, and beside them the statistics of norms."""
+    found: list[_Noted] = []
+    statistics: list[_Owned] = []
+    for owner in modules_of(module):
         known = _changes.get(owner, {})
         for own in (owner._buffers, owner._parameters):
             if own is owner._buffers and type(owner).forward in _STATISTICS:
                 if owner.training:
-                    statistics += [_Owned(own, name) for name, buffer in own.items() if buffer is not None]
+                    statistics += [_Owned(own, name, t) for name, t in own.items() if t is not None]
                 continue
             for name, buffer in own.items():
                 if buffer is not None:
                     changes = known.get((name, owner.training))
                     found.append(_note(owner, own, name, buffer, changes, watches))
+        if has_own_code(owner):
+            results = () if watches else _results.get(owner, ())
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor) and name not in results:
+                    changes = known.get((name, owner.training))
+                    found.append(_note(owner, vars(owner), name, value, changes, watches))
     return found, statistics
 
 
@@ -257,24 +302,16 @@ def _note(
     return _Noted(owner, own, name, buffer, kind, version, changes, memory, None, alias)
 
 
-def _walk(module: nn.Module, owners: dict[int, nn.Module]) -> None:
-    if module._buffers or module._parameters:
-        owners[id(module)] = module
-    for child in module._modules.values():
-        if child is not None:
-            _walk(child, owners)
-
-
 @contextmanager
-def _others_in_place_of(statistics: list[_Owned]) -> Iterator[None]:
-    """Inside the block, copies of the buffers are where these were."""
-    buffers = [one.own[one.name] for one in statistics]
+def _in_place(others: list[_Owned]) -> Iterator[None]:
+    """Inside the block, ``others`` are where they are found; afterwards, what was there."""
+    buffers = [one.own[one.name] for one in others]
     try:
-        for one, copy in zip(statistics, _copies(buffers), strict=True):
-            one.own[one.name] = copy
+        for one in others:
+            one.own[one.name] = one.tensor
         yield
     finally:
-        for one, buffer in zip(statistics, buffers, strict=True):
+        for one, buffer in zip(others, buffers, strict=True):
             one.own[one.name] = buffer
 
 
