@@ -317,6 +317,8 @@ def _in_place(others: list[_Owned]) -> Iterator[None]:
 
 def _copies(buffers: list[Tensor]) -> list[Tensor]:
     """Copies, on a GPU with few kernels."""
+    if not any(buffer.is_cuda for buffer in buffers):
+        return [_copy(buffer) for buffer in buffers]
     copies = [torch.empty_like(buffer) for buffer in buffers]
     pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for copy, buffer in zip(copies, buffers, strict=True):
