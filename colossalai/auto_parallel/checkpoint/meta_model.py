@@ -9,12 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from colossalai.utils.activation_checkpoint import random_states_kept
 from colossalai.utils.kept_attributes import KeptAttributes
@@ -27,8 +25,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
     """Inside the block, the tensors of ``model`` lie on the meta device, its weights in ``dtype``, and it is
     in training; afterwards everything is as before, random numbers included.
     """
-    modules = list(model.modules())
-    before = [KeptAttributes(module) for module in modules]
+    before = KeptAttributes(model.modules())
     swapped: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
@@ -37,18 +34,13 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
         return swapped[id(tensor)]
 
     try:
-        for module in modules:
-            for own in _own(module):
-                own.update({name: meta(t) for name, t in own.items() if t is not None})
-            for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    vars(module)[name] = tree_map_only(Tensor, meta, value) if _may_hold(value) else value
+        before.map_tensors(meta)
+        for module in model.modules():
             module.training = True
         with _alike(model):
             yield
     finally:
-        for kept in before:
-            kept.restore()
+        before.restore()
 
 
 @contextmanager
@@ -59,14 +51,6 @@ def _alike(model: nn.Module) -> Iterator[None]:
         random.seed(0)
         np.random.seed(0)
         yield
-
-
-def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, tuple)) or type(value) is dict
 
 
 def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
