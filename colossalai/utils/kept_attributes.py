@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -194,3 +195,13 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value
     made = [_mapped(function, entry) for entry in value]
     return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+
+
+@contextmanager
+def attributes_kept(holder: Any) -> Iterator[None]:
+    """After the block, a module and all in it, or an object, is what it was before."""
+    kept = KeptAttributes(holder.modules() if isinstance(holder, nn.Module) else [holder])
+    try:
+        yield
+    finally:
+        kept.restore()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -75,3 +78,92 @@ def test_objects_of_modules_keep_nothing_of_the_play() -> None:
         assert positions.table is None
         assert not positions.known
     model(ROWS).sum().backward()
+
+
+CACHE: dict[Any, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    yield
+    CACHE.clear()
+
+
+class WithCache(Block):
+    """Keeps what it has computed outside of the model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if 16 not in CACHE:
+            CACHE[16] = torch.arange(16, device=x.device) / 16
+        return super().forward(x + CACHE[16])
+
+
+class FailsWithCache(WithCache):
+    """Needs values, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: int((x > 0).nonzero().shape[0])]
+
+
+@pytest.mark.parametrize("kind", [WithCache, FailsWithCache])
+def test_caches_outside_of_the_model(kind: type[nn.Module]) -> None:
+    model = Net(kind)
+    with pytest.raises(ValueError, match=r"shape \(16,\), in CACHE of .*test_meta_model.*run one step"):
+        auto_checkpoint(model, ROWS, "10 MiB")
+    assert all(type(layer) is kind for layer in model.layers)
+    CACHE.clear()
+    model(ROWS)
+    auto_checkpoint(model, ROWS, "10 MiB")
+    model(ROWS).sum().backward()
+
+
+def table(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A table, of which a test makes one that is computed once."""
+    return torch.arange(width, device=device) / width, torch.ones(width, device=device)
+
+
+class WithCachesThatAreForgotten(Block):
+    """Uses caches that can be put back, or that know which device they are for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset, scale = table(16, torch.device("cpu") if x.is_cpu else x.device)
+        key = ("mask", x.device)
+        if key not in CACHE:
+            CACHE[key] = [torch.zeros(16, device=x.device)]
+        return super().forward(x * scale + offset + CACHE[key][0])
+
+
+def test_caches_that_do_without_the_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = lru_cache(maxsize=4)(table)  # not one that was there when our conftest froze all there was
+    monkeypatch.setitem(globals(), "table", cached)
+    CACHE["other"] = "stays"
+    own = torch.ones(3, device="meta")
+    CACHE["own", own.device] = own  # was there before
+    model = Net(WithCachesThatAreForgotten)
+    auto_checkpoint(model, ROWS, "10 MiB")
+    assert list(CACHE) == ["other", ("own", own.device)]
+    assert cached.cache_info().currsize == 0
+    model(ROWS).sum().backward()
+
+
+def test_a_model_on_the_meta_device_may_be_planned() -> None:
+    with torch.device("meta"):
+        model = Net()
+    auto_checkpoint(model, ROWS, "10 MiB")
+    assert all(p.is_meta for p in model.parameters())
+
+
+class Criterion:
+    """Keeps the last loss."""
+
+    last: Tensor | None = None
+
+    def __call__(self, output: Tensor, label: Tensor) -> Tensor:
+        self.last = (output - label).square().mean()
+        return self.last
+
+
+def test_criteria_are_put_back() -> None:
+    criterion = Criterion()
+    auto_checkpoint(Net(), (ROWS, ROWS), "10 MiB", criterion=criterion)
+    assert criterion.last is None
