@@ -108,7 +108,9 @@ class FailsWithCache(WithCache):
 @pytest.mark.parametrize("kind", [WithCache, FailsWithCache])
 def test_caches_outside_of_the_model(kind: type[nn.Module]) -> None:
     model = Net(kind)
-    with pytest.raises(ValueError, match=r"shape \(16,\), in CACHE of .*test_meta_model.*run one step"):
+    with pytest.raises(
+        ValueError, match=r"shape \(16,\), and lies in CACHE of .*test_meta_model.*run one step"
+    ):
         auto_checkpoint(model, ROWS, "10 MiB")
     assert all(type(layer) is kind for layer in model.layers)
     CACHE.clear()
@@ -167,3 +169,39 @@ def test_criteria_are_put_back() -> None:
     criterion = Criterion()
     auto_checkpoint(Net(), (ROWS, ROWS), "10 MiB", criterion=criterion)
     assert criterion.last is None
+
+
+class Changes(Block):
+    """Changes itself and what it is trained with, and has shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history, self.mean = 0, list[Tensor](), torch.zeros(16)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(x.detach())
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        with torch.no_grad():
+            self.inner[1].weight.mul_(0.9)
+            self.inner[3].weight.data = self.inner[3].weight.data * 0.9
+        rows = (x[:, 0].detach() < float("inf")).nonzero().squeeze(1)
+        return super().forward(self.norm(x[rows]))
+
+
+def test_real_steps_on_a_cpu_leave_no_trace() -> None:
+    model: Any = Net(Changes)
+    model.eval()
+    model.layers[0].inner[1].weight.grad = torch.ones(64, 16)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [p.data_ptr() for p in model.parameters()]
+    plan = auto_checkpoint(model, ROWS, "10 MiB")
+    assert "steps were run on cpu" in plan.notes[0]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == places
+    for layer in model.layers:
+        assert (layer.calls, layer.history, layer.training) == (0, [], False)
+        assert not layer.mean.any()
+    assert model.layers[0].inner[1].weight.grad.sum() == 64 * 16
+    assert model.layers[1].inner[1].weight.grad is None

@@ -53,9 +53,9 @@ def _refuse_left(model: nn.Module, known: set[int], ours: list[Any], error: Exce
         shape, where = tuple(left[0].shape), _place_of(left)
         raise ValueError(
             f"auto_checkpoint: a step of {type(model).__name__} was played on the meta device, and something"
-            f" outside of the model keeps {len(left)} tensors that were made there, which have no values (such as"
-            f" one of shape {shape}, {where}); empty that cache, and run one step of the model before"
-            " auto_checkpoint, so that it is filled with real tensors"
+            f" outside of the model keeps {len(left)} tensors that were made there, which have no values"
+            f" (one has the shape {shape}, and lies {where}); empty that cache, and run one step of the model"
+            " before auto_checkpoint, so that it is filled with real tensors"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from colossalai.utils.activation_checkpoint import random_states_kept
 from colossalai.utils.kept_attributes import KeptAttributes
+from colossalai.utils.kept_values import KeptValues
 from colossalai.utils.layer_drop import all_layers
 from colossalai.utils.repeated_buffers import parameters_kept
 
@@ -63,24 +64,49 @@ def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[int]:
-    """A module in training, whose buffers, parameters that are not trained, gradients and modes are
-    afterwards what they were, as are random numbers; gives the bytes of the copies on its device, and of
-    gradients that wait meanwhile.
+    """A module in training, whose attributes, buffers, parameters, gradients and modes are afterwards what
+    they were, as are random numbers; gives the bytes of the copies on its device, and of gradients that wait
+    meanwhile.
+
+    Elsewhere than on a CPU, trained parameters of which it is not known that they change without their
+    optimizer are not copied, and no operation is watched: runs there are timed.
     """
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    gradients = [p.grad for p in module.parameters()]
-    training = [(part, part.training) for part in module.modules()]
+    before = KeptAttributes(module.modules())
+    gradients = [(p, p.grad) for p in module.parameters()]
     device = next(p.device for p in module.parameters())
+    values = _watched_values(module, before) if device.type == "cpu" else _copied_values(module)
     try:
         module.train()
-        with _alike(module), parameters_kept(module) as kept:
-            held = [*buffers.values(), *kept, *(gradient for gradient in gradients if gradient is not None)]
+        with _alike(module), values as copies:
+            held = [*copies, *(gradient for _, gradient in gradients if gradient is not None)]
             yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
-        for part, flag in training:
-            part.training = flag
-        with torch.no_grad():
-            for name, value in module.named_buffers():
-                value.copy_(buffers[name])
-        for p, gradient in zip(module.parameters(), gradients, strict=True):
+        before.restore()  # modes are attributes
+        for p, gradient in gradients:
             p.grad = gradient
+
+
+@contextmanager
+def _watched_values(module: nn.Module, before: KeptAttributes) -> Iterator[list[Tensor]]:
+    """Tensors that are held have afterwards the values that they had; only buffers, and what is written to,
+    are copied.
+    """
+    kept = KeptValues(before.tensors(), module.buffers())
+    try:
+        with kept:
+            yield []
+    finally:
+        kept.restore()
+
+
+@contextmanager
+def _copied_values(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Buffers, and parameters that are known to change, have afterwards the values that they had."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with parameters_kept(module) as kept:
+        try:
+            yield [*(values for _, values in buffers), *kept]
+        finally:
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
