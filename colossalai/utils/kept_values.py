@@ -40,6 +40,11 @@ class KeptValues(TorchDispatchMode):
             for piece in pieces:
                 self._places.setdefault(piece.storage, []).append((piece, alias))
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies that were made so far."""
+        return list(self._copies.values())
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Whether a compiled function inside may run; what it writes is not seen."""

@@ -98,6 +98,17 @@ class WithCache(Block):
         return super().forward(x + CACHE[16])
 
 
+class WithClassCache(Block):
+    """Keeps it on the class."""
+
+    cache: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if WithClassCache.cache is None:
+            WithClassCache.cache = torch.arange(16, device=x.device) / 16
+        return super().forward(x + WithClassCache.cache)
+
+
 class FailsWithCache(WithCache):
     """Needs values, too."""
 
@@ -117,6 +128,12 @@ def test_caches_outside_of_the_model(kind: type[nn.Module]) -> None:
     model(ROWS)
     auto_checkpoint(model, ROWS, "10 MiB")
     model(ROWS).sum().backward()
+
+
+def test_caches_on_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WithClassCache, "cache", None)  # afterwards, it is again
+    with pytest.raises(ValueError, match=r"lies in WithClassCache\.cache of"):
+        auto_checkpoint(Net(WithClassCache), ROWS, "10 MiB")
 
 
 def table(width: int, device: torch.device) -> tuple[Tensor, Tensor]:

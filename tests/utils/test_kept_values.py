@@ -22,7 +22,7 @@ def test_what_is_written_is_put_back() -> None:
         moved.data = torch.zeros(5)
         whole.zero_()
         linear(torch.ones(2, 3)).sum().backward()
-    assert len(kept._copies) == 3  # not of the weight, which is only read
+    assert len(kept.copies) == 3  # not of the weight, which is only read
     kept.restore()
     assert all(torch.equal(tensor, known) for tensor, known in zip(tensors, before, strict=True))
     assert [tensor.data_ptr() for tensor in tensors] == places

@@ -53,9 +53,9 @@ def _refuse_left(model: nn.Module, known: set[int], ours: list[Any], error: Exce
         shape, where = tuple(left[0].shape), _place_of(left)
         raise ValueError(
             f"auto_checkpoint: a step of {type(model).__name__} was played on the meta device, and something"
-            f" outside of the model keeps {len(left)} tensors that were made there, which have no values"
-            f" (one has the shape {shape}, and lies {where}); empty that cache, and run one step of the model"
-            " before auto_checkpoint, so that it is filled with real tensors"
+            f" outside of the model keeps tensors that were made there, which have no values ({len(left)}, of"
+            f" which one has the shape {shape}, and lies {where}); empty that cache, and run one step of the"
+            " model before auto_checkpoint, so that it is filled with real tensors"
         )
 
 
@@ -97,10 +97,16 @@ def _names_meta(key: Any) -> bool:
 
 
 def _place_of(tensors: list[Tensor]) -> str:
-    """Where one of ``tensors`` lies, if that is a variable of a Python module or in one."""
+    """Where one of ``tensors`` lies, if that is, or is in, a variable of a Python module or an attribute of a
+    class there.
+    """
     holders = {id(one) for one in tensors} | {id(one) for one in gc.get_referrers(*tensors)}
     for module_name, module in list(sys.modules.items()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in holders and value is not tensors and value is not module:
+        known = getattr(module, "__dict__", {})
+        for name, value in list(known.items()):
+            if id(value) in holders and value is not tensors and value is not known:
                 return f"in {name} of {module_name}"
-    return "in an object that is neither a module nor an attribute of one"
+            for attribute, its in list(vars(value).items()) if issubclass(type(value), type) else ():
+                if id(its) in holders and its is not tensors:
+                    return f"in {name}.{attribute} of {module_name}"
+    return "in a closure, or another object that is no variable of a module"

@@ -94,7 +94,7 @@ def _watched_values(module: nn.Module, before: KeptAttributes) -> Iterator[list[
     kept = KeptValues(before.tensors(), module.buffers())
     try:
         with kept:
-            yield []
+            yield kept.copies
     finally:
         kept.restore()
 
