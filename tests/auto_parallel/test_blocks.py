@@ -24,7 +24,7 @@ def compiled_block(model: Any) -> None:
 
 
 def compiled_blocks(model: Any) -> None:
-    model.layers = nn.ModuleList(map(torch.compile, model.layers))
+    model.layers = nn.ModuleList(torch.compile(layer) for layer in model.layers)
 
 
 def compiled_inside(model: Any) -> None:

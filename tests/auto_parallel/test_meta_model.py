@@ -200,9 +200,10 @@ class Changes(Block):
         self.calls += 1
         self.history.append(x.detach())
         self.mean.mul_(0.9).add_(x.detach().mean(0))
+        inner: Any = self.inner
         with torch.no_grad():
-            self.inner[1].weight.mul_(0.9)
-            self.inner[3].weight.data = self.inner[3].weight.data * 0.9
+            inner[1].weight.mul_(0.9)
+            inner[3].weight.data = inner[3].weight.data * 0.9
         rows = (x[:, 0].detach() < float("inf")).nonzero().squeeze(1)
         return super().forward(self.norm(x[rows]))
 

@@ -26,6 +26,7 @@ class Frozen:
 
 class Slotted:
     __slots__ = ("count", "made", "table")
+    made: int
 
     def __init__(self) -> None:
         self.count, self.table = 0, torch.ones(2)
