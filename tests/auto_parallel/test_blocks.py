@@ -24,7 +24,8 @@ def compiled_block(model: Any) -> None:
 
 
 def compiled_blocks(model: Any) -> None:
-    model.layers = nn.ModuleList(torch.compile(layer) for layer in model.layers)
+    compiled: list[Any] = [torch.compile(layer) for layer in model.layers]
+    model.layers = nn.ModuleList(compiled)
 
 
 def compiled_inside(model: Any) -> None:
