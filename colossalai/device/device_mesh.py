@@ -165,6 +165,8 @@ class DeviceMesh:
     def _cost(self, kind: Kind, num_bytes: int, mesh_dim: int) -> float:
         if not -len(self.shape) <= mesh_dim < len(self.shape):
             raise ValueError(f"mesh_dim={mesh_dim} is not an axis of a mesh of shape {tuple(self.shape)}")
+        if not 0 <= num_bytes < math.inf:
+            raise ValueError(f"num_bytes={num_bytes!r} must be the bytes of a tensor, at least 0 and finite")
         link = self.links[str(mesh_dim % len(self.shape))]
         return link.seconds(kind, num_bytes) + _PREFERENCE[kind]
 
@@ -207,4 +209,9 @@ def _per_axis(name: str, values: Sequence[float] | None, axes: int) -> list[floa
     found = [1.0] * axes if values is None else [float(value) for value in values]
     if len(found) != axes:
         raise ValueError(f"{name} needs one number for each of the {axes} axes, got {found}")
+    if wrong := [value for value in found if not 0 <= value < math.inf]:
+        raise ValueError(
+            f"{name} has the seconds of each axis, at least 0 and finite, got {wrong[0]}; measure them with"
+            " AlphaBetaProfiler, or leave it out"
+        )
     return found

@@ -64,7 +64,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     otherwise in this block, in words.
     """
     modules = list(model.modules())
-    kept = [KeptAttributes(module) for module in modules]
+    kept = KeptAttributes(modules)
     undo: list[Callable[[], None]] = []
     try:
         _take_fakes(modules, mode, device)
@@ -75,8 +75,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
     finally:
         for restore in undo:
             restore()
-        for state in kept:
-            state.restore()
+        kept.restore()
 
 
 def _take_fakes(modules: list[nn.Module], mode: FakeTensorMode, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from colossalai.device import DeviceMesh
@@ -231,6 +231,12 @@ def _read_dict(partition: Partition, ndim: int) -> tuple[tuple[int, ...], ...]:
         if not 0 <= dim < ndim:
             raise ShardingOutOfIndexError(
                 f"dim_partition_dict names dim {dim}; the tensor has the dims 0 to {ndim - 1}"
+            )
+        axes = partition[dim]
+        if isinstance(axes, str) or not isinstance(axes, Iterable):
+            raise ShardingSpecException(
+                f"dim_partition_dict has for each dim a list of the axes that cut it, got {axes!r} for dim"
+                f" {dim}; write {{{dim}: [{axes}]}}"
             )
     return tuple(tuple(partition.get(dim, ())) for dim in range(ndim))
 

@@ -45,6 +45,8 @@ def test_places_of_ranks() -> None:
         ({"logical_mesh_id": torch.tensor([[0, 1], [2, 2]])}, "must hold the ranks of physical_mesh_id"),
         ({"logical_mesh_id": torch.arange(4).view(2, 2), "mesh_shape": (4,)}, "leave one of them out"),
         ({"mesh_shape": (2, 2), "mesh_alpha": [1]}, "mesh_alpha needs one number for each of the 2"),
+        ({"mesh_alpha": [-1]}, "mesh_alpha has the seconds of each axis, at least 0 and finite, got -1"),
+        ({"mesh_beta": [float("nan")]}, "mesh_beta has the seconds of each axis, .* got nan"),
     ],
 )
 def test_grids_that_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -56,6 +58,9 @@ def test_questions_that_are_refused() -> None:
     mesh = DeviceMesh(torch.arange(4), mesh_shape=(2, 2))
     with pytest.raises(ValueError, match="mesh_dim=2"):
         mesh.all_gather_cost(1, 2)
+    for nbytes in (-5, float("nan")):
+        with pytest.raises(ValueError, match=f"num_bytes={nbytes} must be the bytes of a tensor"):
+            mesh.all_gather_cost(nbytes, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank 7 is not on this mesh"):
         mesh.global_rank_to_logical_rank(7)
     with pytest.raises(RuntimeError, match=r"call colossalai\.launch first"):

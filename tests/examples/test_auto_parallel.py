@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.examples.scripts import run_script
+
+FOLDER = Path(__file__).parents[2] / "examples/tutorial/auto_parallel"
 
 
 def test_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +34,48 @@ def test_batch_sizes() -> None:
     assert "===============benchmark summary================\n" in text
     assert re.search(r"batch_size: 32, peak memory: \S+ MB, through put: \S+ images/s\n", text)
     assert re.search(r"batch_size: 4096, .* is below the least", text)
+
+
+SOLVER, BATCHES = "auto_ckpt_solver_test.py", "auto_ckpt_batchsize_test.py"
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (SOLVER, ("--batch_size", 0), "argument --batch_size: expected a whole number, at least 1, got '0'"),
+        (SOLVER, ("--budgets", -3), "argument --budgets: expected a whole number, at least 1, got '-3'"),
+        (SOLVER, ("--device", "predict:foo"), "argument --device: there is no device 'foo'; there are"),
+        (SOLVER, ("--device", "cuda"), "argument --device: cuda needs a GPU, and there is none"),
+        (BATCHES, ("--batch_sizes", 32, 0), "argument --batch_sizes: expected a whole number"),
+        (BATCHES, ("--memory", "foo"), "argument --memory: a size is a number of bytes"),
+        ("auto_parallel_with_resnet.py", ("--batch_size", 0), "argument --batch_size: expected a whole"),
+    ],
+)
+def test_options_that_are_refused(
+    program: str,
+    options: tuple[Any, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", [program, *map(str, options)])
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(FOLDER / program), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    assert message in capsys.readouterr().err
+
+
+def test_help_tells_the_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [SOLVER, "--help"])
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(FOLDER / SOLVER), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    assert "(predict:h200)" in capsys.readouterr().out
 
 
 def test_resnet() -> None:

@@ -69,6 +69,7 @@ def test_both_forms_are_one_class() -> None:
         ),
         ({"sharding_sequence": "S0RR", "partial": [0]}, DuplicatedShardingDimensionError, "axis 0"),
         ({"entire_shape": (63, 4, 4), "sharding_sequence": "S0RR"}, ShardingNotDivisibleError, "of size 63"),
+        ({"dim_partition_dict": {1: 0}}, ShardingSpecException, r"got 0 for dim 1; write \{1: \[0\]\}"),
         ({"sharding_sequence": "X0RR"}, ShardingSpecException, "not a sequence of R and S"),
         ({"sharding_sequence": "RRR", "dim_partition_dict": {}}, ShardingSpecException, "not both"),
     ],
@@ -206,6 +207,8 @@ def test_conversions_that_are_refused() -> None:
         convert(spec("S0RR"), spec("RRR", other))
     with pytest.raises(ShardingSpecException, match="search='fast' is unknown"):
         convert(spec("S0RR"), spec("RRR"), "fast")  # type: ignore[arg-type]
+    with pytest.raises(ShardingSpecException, match="search='fast' is unknown"):
+        LayoutConverter("fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="search='fast' is unknown"):
         ShapeConsistencyOptions("fast")  # type: ignore[arg-type]
     with pytest.raises(ShardingSpecException, match=r"does not lie as S0RR: .* shape \(256, 512, 256\)"):

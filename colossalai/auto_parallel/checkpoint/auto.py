@@ -41,7 +41,8 @@ def auto_checkpoint(
     there is an error; ``print`` the result to see what was chosen, and where the memory goes.
 
     Args:
-        model: any model, in training; it may lie on the CPU or the meta device, and is not run there.
+        model: any model, in training; it may lie on the CPU or the meta device, and is not run there but for
+            one whose shapes depend on values, and an LSTM or GRU on a CPU, of which such runs leave no trace.
         batch: one batch, of which the shapes matter: a tensor, a tuple of arguments, a dict of keywords or
             ``Arguments(args, kwargs)`` for ``model``; with a ``criterion``, ``(data, label)`` or a dict with
             ``labels``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from colossalai.auto_parallel.checkpoint.mode_solver import MODES
@@ -22,16 +23,38 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_checkpoint needs a module, got {type(model).__name__}")
-    if below_compile(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ValueError(
-            f"auto_checkpoint: the model is compiled already ({type(below_compile(model)).__name__}), and a"
-            " plan would be made of its operations one by one; call auto_checkpoint first, with"
-            " compiled=True on a GPU or regions=False elsewhere, and torch.compile on the result"
-        )
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(
+                f"auto_checkpoint: {_called(model, name)} is a ScriptModule, whose code and tensors cannot be"
+                " exchanged; give the model as it was before torch.jit"
+            )
+    if _is_compiled(model):
+        raise _compiled("the model", below_compile(model))
     found = _named(model, names) if names is not None else _entries(model) or _parts(model)
     refuse_checkpointed(model, found)
     chosen = set(found)
+    inside = {part for block in found for part in block.modules()}
+    for name, part in model.named_modules():
+        if _is_compiled(part) and (part in inside or not chosen.isdisjoint(part.modules())):
+            raise _compiled(_called(model, name), below_compile(part))
     return {name: module for name, module in model.named_modules() if module in chosen}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return below_compile(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _called(model: nn.Module, name: str) -> str:
+    return f"the part {name!r} of {type(model).__name__}" if name else type(model).__name__
+
+
+def _compiled(what: str, module: nn.Module) -> ValueError:
+    return ValueError(
+        f"auto_checkpoint: {what} is compiled already ({type(module).__name__}), and a plan would be made of"
+        " its operations one by one; call auto_checkpoint first, with compiled=True on a GPU or regions=False"
+        " elsewhere, and compile the result"
+    )
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from colossalai.utils.activation_checkpoint import random_states_kept
 from colossalai.utils.kept_attributes import KeptAttributes
+from colossalai.utils.kept_values import KeptValues
 from colossalai.utils.layer_drop import all_layers
+from colossalai.utils.repeated_attributes import generators_kept
 from colossalai.utils.repeated_buffers import parameters_kept
 
 
@@ -27,8 +27,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
     """Inside the block, the tensors of ``model`` lie on the meta device, its weights in ``dtype``, and it is
     in training; afterwards everything is as before, random numbers included.
     """
-    modules = list(model.modules())
-    before = [KeptAttributes(module) for module in modules]
+    before = KeptAttributes(model.modules())
     swapped: dict[int, Tensor] = {}
 
     def meta(tensor: Tensor) -> Tensor:
@@ -37,36 +36,23 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
         return swapped[id(tensor)]
 
     try:
-        for module in modules:
-            for own in _own(module):
-                own.update({name: meta(t) for name, t in own.items() if t is not None})
-            for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    vars(module)[name] = tree_map_only(Tensor, meta, value) if _may_hold(value) else value
+        before.map_tensors(meta)
+        for module in model.modules():
             module.training = True
         with _alike(model):
             yield
     finally:
-        for kept in before:
-            kept.restore()
+        before.restore()
 
 
 @contextmanager
 def _alike(model: nn.Module) -> Iterator[None]:
     """Steps inside the block compute the same layers; afterwards random numbers go on as before."""
-    with random_states_kept(), all_layers(model):
+    with random_states_kept(), generators_kept(model), all_layers(model):
         torch.default_generator.manual_seed(0)  # not CUDA's, which may begin with the script's seed later
         random.seed(0)
         np.random.seed(0)
         yield
-
-
-def _own(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, tuple)) or type(value) is dict
 
 
 def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -79,24 +65,49 @@ def _meta_of(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[int]:
-    """A module in training, whose buffers, parameters that are not trained, gradients and modes are
-    afterwards what they were, as are random numbers; gives the bytes of the copies on its device, and of
-    gradients that wait meanwhile.
+    """A module in training, whose attributes, buffers, parameters, gradients and modes are afterwards what
+    they were, as are random numbers; gives the bytes of the copies on its device, and of gradients that wait
+    meanwhile.
+
+    Elsewhere than on a CPU, trained parameters of which it is not known that they change without their
+    optimizer are not copied, and no operation is watched: runs there are timed.
     """
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    gradients = [p.grad for p in module.parameters()]
-    training = [(part, part.training) for part in module.modules()]
+    before = KeptAttributes(module.modules())
+    gradients = [(p, p.grad) for p in module.parameters()]
     device = next(p.device for p in module.parameters())
+    values = _watched_values(module, before) if device.type == "cpu" else _copied_values(module)
     try:
         module.train()
-        with _alike(module), parameters_kept(module) as kept:
-            held = [*buffers.values(), *kept, *(gradient for gradient in gradients if gradient is not None)]
+        with _alike(module), values as copies:
+            held = [*copies, *(gradient for _, gradient in gradients if gradient is not None)]
             yield sum(tensor.nbytes for tensor in held if tensor.device == device)
     finally:
-        for part, flag in training:
-            part.training = flag
-        with torch.no_grad():
-            for name, value in module.named_buffers():
-                value.copy_(buffers[name])
-        for p, gradient in zip(module.parameters(), gradients, strict=True):
+        before.restore()  # modes are attributes
+        for p, gradient in gradients:
             p.grad = gradient
+
+
+@contextmanager
+def _watched_values(module: nn.Module, before: KeptAttributes) -> Iterator[list[Tensor]]:
+    """Tensors that are held have afterwards the values that they had; only buffers, and what is written to,
+    are copied.
+    """
+    kept = KeptValues(before.tensors(), module.buffers())
+    try:
+        with kept:
+            yield kept.copies
+    finally:
+        kept.restore()
+
+
+@contextmanager
+def _copied_values(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Buffers, and parameters that are known to change, have afterwards the values that they had."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with parameters_kept(module) as kept:
+        try:
+            yield [*(values for _, values in buffers), *kept]
+        finally:
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from colossalai.auto_parallel.checkpoint.blocks import block_modes, find_blocks, set_modes
 from colossalai.auto_parallel.checkpoint.chen import CheckpointSolverChen
 from colossalai.auto_parallel.checkpoint.measure import StepRuns, measure_calls
+from colossalai.auto_parallel.checkpoint.meta_leaks import none_left_on_meta
 from colossalai.auto_parallel.checkpoint.mode_solver import (
     MODES,
     Choice,
@@ -53,6 +54,7 @@ from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTime
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
 from colossalai.utils.held_tensors import held
+from colossalai.utils.kept_attributes import attributes_kept
 from colossalai.utils.text import size_text
 
 _TRIES = 6
@@ -122,7 +124,9 @@ class CheckpointPlanner:
         self._measures = whether_measured(measure, place, plugin, compiled=compiled)
         self.notes: list[str] = []
         self._look_at_kernels()
-        self.played = self._play_all()
+        with none_left_on_meta(model) as ours:
+            self.played = self._play_all()
+            ours += [line.inputs for line in self.played.values()]
 
     def _look_at_kernels(self) -> None:
         """LSTMs and their like are one kernel on each device, and many operations on the meta device."""
@@ -198,7 +202,7 @@ class CheckpointPlanner:
             return found
 
     def _play(self, modes: dict[str, str], regions: Sequence[Sequence[str]] = ()) -> StepTimeline:
-        with block_modes(self.step.model, modes, regions):
+        with block_modes(self.step.model, modes, regions), attributes_kept(self.step.criterion):
             return self.step.play(self.blocks)
 
     @cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from torch import Tensor
 
 from colossalai.tensor.comm_spec import CollectiveCommPattern, CommSpec, CostDict
@@ -22,6 +24,8 @@ class LayoutConverter:
     """
 
     def __init__(self, search: Search = "shortest", forward_only: bool = False) -> None:
+        if search not in get_args(Search):
+            raise ShardingSpecException(f"search={search!r} is unknown; choose 'shortest' or 'greedy'")
         self.search: Search = search
         self.forward_only = forward_only
 

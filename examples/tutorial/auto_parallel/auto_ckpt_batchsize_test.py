@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parts import MB, build_parser, image_work, peak_and_seconds, planner_of
+from parts import MB, build_parser, count, image_work, peak_and_seconds, planner_of, size
 
 BATCH_SIZES = (512, 1024, 2048)
 
@@ -10,8 +10,8 @@ BATCH_SIZES = (512, 1024, 2048)
 def main() -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--model", choices=("resnet50", "resnet152"), default="resnet152")
-    parser.add_argument("--memory", default="130 GiB", help="what a step may need")
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=BATCH_SIZES)
+    parser.add_argument("--memory", type=size, default="130 GiB", help="what a step may need (%(default)s)")
+    parser.add_argument("--batch_sizes", type=count, nargs="+", default=BATCH_SIZES)
     args = parser.parse_args()
     lines = []
     for images in args.batch_sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parts import MB, build_parser, gpt2_work, image_work, peak_and_seconds, planner_of
+from parts import MB, build_parser, count, gpt2_work, image_work, peak_and_seconds, planner_of
 
 from colossalai.auto_parallel.checkpoint import CurvePoint, plot_curve
 
@@ -12,8 +12,8 @@ BUDGETS = 15
 def main() -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--model", choices=("resnet50", "gpt2"), default="resnet50")
-    parser.add_argument("--batch_size", type=int, default=None, help="128 images, or 8 sequences")
-    parser.add_argument("--budgets", type=int, default=BUDGETS)
+    parser.add_argument("--batch_size", type=count, default=None, help="128 images, or 8 sequences")
+    parser.add_argument("--budgets", type=count, default=BUDGETS, help="how many (%(default)s)")
     args = parser.parse_args()
     if args.model == "gpt2":
         work = gpt2_work(args.batch_size or 8)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from parts import count
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
@@ -31,9 +32,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = image_parser(__doc__)
     add_synthetic(parser)
     parser.add_argument("--model", default="resnet50", help="a model of titans.model.resnet (%(default)s)")
-    parser.add_argument("--batch_size", type=int, default=32, help="of all devices together (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="in an epoch of noise, with -s (%(default)s)")
+    parser.add_argument("--batch_size", type=count, default=32, help="of all devices together (%(default)s)")
+    parser.add_argument("--epochs", type=count, default=2)
+    parser.add_argument("--steps", type=count, default=10, help="in an epoch of noise, with -s (%(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
         "--memory_budget", type=float, default=-1.0, help="bytes that a device may use; -1 for any"

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlan, CheckpointPlanner
+from colossalai.device.presets import device_preset
+from colossalai.utils.text import bytes_of
 from titans.model import resnet
 
 MB = 2**20
@@ -46,10 +48,43 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--device",
+        type=device,
         default="predict:h200",
-        help="cuda: run every step on the GPU; predict:NAME: compute memory and time for that device (h200)",
+        help="cuda: run every step on the GPU; predict:NAME: compute memory and time for that device, also"
+        " without a GPU (%(default)s)",
     )
     return parser
+
+
+def count(text: str) -> int:
+    """A number of an option, at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1, got {text!r}")
+    return int(text)
+
+
+def size(text: str) -> str:
+    """A number of bytes, or a text such as ``20 GiB``."""
+    try:
+        bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def device(text: str) -> str:
+    """``cuda`` where there is a GPU, or ``predict:NAME`` of a device that is known."""
+    if text == "cuda":
+        if not torch.cuda.is_available():
+            raise argparse.ArgumentTypeError(
+                "cuda needs a GPU, and there is none; take predict:h200, which computes its steps"
+            )
+        return text
+    try:
+        device_preset(text.removeprefix("predict:"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; write cuda, or predict:h200") from None
+    return text
 
 
 def planner_of(work: Work, device: str) -> CheckpointPlanner:
