@@ -49,6 +49,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
 from colossalai.auto_parallel.checkpoint.region_solver import again_in
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
+from colossalai.auto_parallel.checkpoint.states import StatesError, look_at_optimizer
 from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
@@ -103,6 +104,7 @@ class CheckpointPlanner:
                 f"auto_checkpoint: no parameter of {type(model).__name__} is trained (requires_grad), so its"
                 " step has no backward pass"
             )
+        self.notes = look_at_optimizer(optimizer, model, criterion)
         preset = preset_of(device, place)
         self._beside = bytes_of_option("reserved", reserved)
         self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
@@ -120,7 +122,6 @@ class CheckpointPlanner:
         )
         self.place = place
         self._measures = whether_measured(measure, place, plugin, compiled=compiled)
-        self.notes: list[str] = []
         self._look_at_kernels()
         self.played = self._play_all()
 
@@ -147,6 +148,8 @@ class CheckpointPlanner:
                 if self._learns(mode):
                     self._play(dict.fromkeys(self.blocks, mode))
                 line = (self._play if played else self._play_or_run)(dict.fromkeys(self.blocks, mode))
+            except StatesError:
+                raise
             except Exception as error:
                 if mode == "keep":
                     raise self._does_not_fit(error) from error

@@ -6,7 +6,6 @@ its backward pass with whatever is computed again in it.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,10 +18,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone, on_meta
+from colossalai.auto_parallel.checkpoint.states import builder_of, step_of
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.held_tensors import map_held, tensors_of
-from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
+from colossalai.utils.meta import MetaBytes, gpu_kernels
 from colossalai.utils.throughput import OperationCounter
 
 if TYPE_CHECKING:
@@ -138,15 +138,16 @@ class TrainingStep:
         """The same on the meta device."""
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
         batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
+        build = None if self.optimizer is None else builder_of(self.optimizer, self.model)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             recorder.hold(weights)
             optimizer = None
             if self.share is not None:
                 recorder.now = self.share.fixed
-            elif self.optimizer is not None:
+            elif build is not None:
                 held = recorder.now
-                optimizer = with_states(self.optimizer, self.model)
+                optimizer = build()
                 recorder.timeline.states = recorder.now - held
             recorder.timeline.weights = recorder.now - recorder.timeline.states
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
@@ -156,7 +157,7 @@ class TrainingStep:
             self._passes(recorder, blocks, batch, "meta")
             recorder.begin("step")
             if optimizer is not None:
-                optimizer.step()
+                step_of(optimizer)
             recorder.begin("done")
             return recorder.timeline
 
@@ -220,42 +221,22 @@ class TrainingStep:
         """The bytes of the optimizer's states, and its step, on the meta device."""
         if self.optimizer is None or self.share is not None:
             return 0, NOTHING
+        build = builder_of(self.optimizer, self.model)
         with on_meta(self.model), TimelineRecorder(self.device) as recorder:
             recorder.hold((*self.model.parameters(), *self.model.buffers()))
             held = recorder.now
-            optimizer = with_states(self.optimizer, self.model)
+            optimizer = build()
             states = recorder.now - held
             for p in self.model.parameters():
                 p.grad = torch.empty_like(p) if p.requires_grad else None
             recorder.begin("step")
-            optimizer.step()
+            step_of(optimizer)
             recorder.begin("done")
             return states, recorder.timeline.step
 
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """``optimizer`` for the parameters of ``model`` as they are now, with its states."""
-    try:
-        # some have more defaults than arguments: torch's AdamW says of itself that its decay is decoupled
-        taken = inspect.signature(type(optimizer)).parameters
-        takes_any = any(option.kind is option.VAR_KEYWORD for option in taken.values())
-        options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
-        made = type(optimizer)(model.parameters(), **options)
-    except TypeError as error:
-        raise ValueError(
-            f"auto_checkpoint cannot build another {type(optimizer).__name__} to count its states ({error});"
-            " leave optimizer out, and give the bytes of its states as reserved"
-        ) from error
-    step_as_on_gpu(made)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    made.step()
-    made.zero_grad(set_to_none=True)
-    return made
 
 
 class TimelineRecorder(MetaBytes):
