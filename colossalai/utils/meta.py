@@ -28,14 +28,15 @@ ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
 class MetaBytes(LiveBytes):
     """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
 
-    A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called
-    at each new peak, to note what else is of interest then.  With ``host``, tensors that a model makes on the
-    CPU count, too: there lies what the meta device stands for.
+    A number that is read from a tensor is ``read_as``, by default 0: no gradient overflowed, no loss is nan.
+    ``at_peak`` is called at each new peak, to note what else is of interest then.  With ``host``, tensors that
+    a model makes on the CPU count, too: there lies what the meta device stands for.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None, *, host: bool = False) -> None:
         super().__init__(meta=True, host=host, block=ALLOCATOR_BLOCK)
         self._at_peak = at_peak
+        self.read_as = 0
 
     def restart(self) -> None:
         self.peak = self.now
@@ -48,7 +49,7 @@ class MetaBytes(LiveBytes):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return False if args[0].dtype is torch.bool else 0
+            return bool(self.read_as) if args[0].dtype is torch.bool else self.read_as
         before = self.peak
         kernel = partial(_reduced, func) if func in _IN_PLACE_OF_ALL else func
         result = super().__torch_dispatch__(kernel, types, args, kwargs)

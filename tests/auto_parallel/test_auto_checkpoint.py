@@ -249,6 +249,73 @@ def test_lines_that_read_values_are_named() -> None:
     assert any("if x.sum() > 100:" in note for note in plan.notes)
 
 
+class Experts(nn.Module):
+    """Computes with the experts that some rows choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen, found = shares.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if mask.any():
+                found[mask] = expert(x[mask]) * shares[mask, number : number + 1]
+        return x + found
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_ways_that_values_decide_are_run(head: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Experts() for _ in range(3))))
+    if head:
+        model.append(nn.Linear(32, 8))
+    x = torch.rand(512, 32)
+    planner = CheckpointPlanner(model, x, device="cpu")
+    assert any("values decide at" in note and "if mask.any()" in note for note in planner.notes)
+    for budget in (planner.least[2], planner.whole):
+        planner.apply(planner.plan(budget))
+        model.zero_grad()
+        with LiveBytes(block=512) as memory:
+            memory.hold((*model.parameters(), x))
+            model(x).sum().backward()
+        assert 0.99 * budget <= memory.peak <= budget
+
+
+class Branches(nn.Module):
+    """Reads a value to log it, or to decide whether more is computed."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if bool(x.sum() > 100) and self.decides:
+                x = torch.cat([x, x, x])
+            x = layer(x)
+        return x
+
+
+def test_the_larger_of_two_ways_is_planned() -> None:
+    """Also where the model cannot be run, and where this batch takes the smaller way."""
+    with torch.device("meta"):
+        elsewhere = Branches(True)
+    for model in (elsewhere, Branches(True)):
+        planner = CheckpointPlanner(model, torch.zeros(64, 8), device="cpu")
+        assert planner.step.is_played
+        assert planner.played["keep"].inputs[0][0][0].shape[0] == 192
+        assert any("they were taken for 1" in note for note in planner.notes)
+    planner = CheckpointPlanner(Branches(False), torch.zeros(64, 8), device="cpu")
+    assert any("a value is read, and was taken for 0" in note for note in planner.notes)
+
+
 def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions for steps with one mode are what was measured, and bytes that no play shows are counted."""
     model, batch = gpt2(3, 32), BATCH

@@ -7,10 +7,9 @@ Where the model lies on a GPU, the step is run there, too.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +49,8 @@ from colossalai.auto_parallel.checkpoint.region_solver import again_in
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.auto_parallel.checkpoint.states import StatesError, look_at_optimizer
-from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep
+from colossalai.auto_parallel.checkpoint.values import WaysOfStep
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
 from colossalai.utils.held_tensors import held
@@ -159,8 +159,10 @@ class CheckpointPlanner:
                 self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
                 continue
             played[mode] = line
-        for read in played["keep"].reads:
-            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
+        for read in played["keep"].reads if not any("values decide" in note for note in self.notes) else ():
+            self.notes.append(
+                f"a value is read, and was taken for {self.step.read_as} in the plan, at {read}"
+            )
         if unused := [name for name in self.blocks if name not in played["keep"].calls]:
             self.notes.append(
                 f"{len(unused)} blocks, such as {unused[0]!r}, were not called in the step that was played;"
@@ -183,22 +185,41 @@ class CheckpointPlanner:
 
     def _play_or_run(self, modes: dict[str, str]) -> StepTimeline:
         """A step on the meta device, or where the model is if it needs values."""
-        try:
+        if not self.step.is_played:
             return self._play(modes)
-        except (NotImplementedError, RuntimeError) as error:
-            if not self.step.is_played or self.place.type == "meta":
-                raise
-            self.step.is_played = False
-            try:
-                found = self._play(modes)
-            except Exception:
-                self.step.is_played = True
-                raise error from None
+        ways = WaysOfStep(self.step, partial(self._play, modes))
+        if not ways.values_decide:
+            return ways.first
+        if (found := self._run_where_it_is(modes, ways)) is not None:
             self.notes.append(
-                f"values decide at {line_of(traceback.extract_tb(error.__traceback__))}; so steps were run on"
-                f" {self.place} instead of the meta device, and bytes counted there"
+                f"values decide at {ways.line}; so steps were run on {self.place} instead of the meta"
+                " device, and bytes counted there; a batch with other values may need more"
             )
             return found
+        found = ways.larger
+        self.notes.append(
+            f"values decide at {ways.line}; they were taken for {self.step.read_as} in the plan, the way that"
+            " needs more; a step in which they are large numbers may need more than that"
+        )
+        return found
+
+    def _run_where_it_is(self, modes: dict[str, str], ways: WaysOfStep) -> StepTimeline | None:
+        """A real step, after which all others are real ones, too; None where there cannot be one, or where
+        it needs no more than a play.
+        """
+        is_trained_here = (self.place.type == "cpu") == (self.step.device is DEVICES["cpu"])
+        if self.place.type == "meta" or (ways.are_known and not is_trained_here):
+            return None  # a step of a model for another device may take minutes here, or not fit
+        self.step.is_played = False
+        try:
+            found = self._play(modes)
+        except Exception:
+            self.step.is_played = True
+            return None
+        if ways.are_known and found.peak <= ways.larger.peak:
+            self.step.is_played = True
+            return None  # values of another batch, or random numbers, may decide for the play
+        return found
 
     def _play(self, modes: dict[str, str], regions: Sequence[Sequence[str]] = ()) -> StepTimeline:
         with block_modes(self.step.model, modes, regions):

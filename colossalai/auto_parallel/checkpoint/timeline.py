@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from colossalai.auto_parallel.checkpoint.share import ModelShare
 
 
+_MANY_READS = 20_000
+"""More than models with many experts make in a step."""
+
+
 class Span(NamedTuple):
     """A part of a step: the bytes alive when it began, at its worst moment, and its seconds."""
 
@@ -59,7 +63,7 @@ class StepTimeline:
     gradients: int = 0
     states: int = 0
     reads: list[str] = field(default_factory=list)
-    """Lines that read values, which are not there: they got 0."""
+    """Lines that read values, which are not there."""
 
     @property
     def pieces(self) -> list[Span]:
@@ -100,6 +104,10 @@ class TrainingStep:
     """Whether runs of it are compiled by ``torch.compile``."""
     is_played: bool = True
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
+    read_as: int = 0
+    """What values are taken for in a play, which has none."""
+    reads: list[str] = field(default_factory=list)
+    """The lines that read values when it was played last, also if there was an error then."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
@@ -140,6 +148,7 @@ class TrainingStep:
         batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
         build = None if self.optimizer is None else builder_of(self.optimizer, self.model)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
+            recorder.read_as, self.reads = self.read_as, recorder.timeline.reads
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             recorder.hold(weights)
             optimizer = None
@@ -250,6 +259,7 @@ class TimelineRecorder(MetaBytes):
         self._name, self._call, self._start = "", 0, 0
         self.seconds = 0.0
         """Of the piece in progress, so far."""
+        self._number_of_reads = 0
 
     def begin(self, name: str, call: int = 0) -> None:
         """The piece in progress ends, and another begins."""
@@ -278,6 +288,9 @@ class TimelineRecorder(MetaBytes):
         return self._device.seconds(operations, sum(t.nbytes for t in tensors), tensors[0].dtype)
 
     def _note_read(self) -> None:
+        self._number_of_reads += 1
+        if self._number_of_reads > _MANY_READS:
+            raise RuntimeError("values are read again and again, as if a loop waited for them to change")
         line = line_of(traceback.extract_stack())
         if line not in self.timeline.reads:
             self.timeline.reads.append(line)
