@@ -29,8 +29,8 @@ class MetaBytes(LiveBytes):
     """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
 
     A number that is read from a tensor is ``read_as``, by default 0: no gradient overflowed, no loss is nan.
-    ``at_peak`` is called at each new peak, to note what else is of interest then.  With ``host``, tensors that
-    a model makes on the CPU count, too: there lies what the meta device stands for.
+    ``at_peak`` is called at each new peak, to note what else is of interest then.  With ``host``, tensors
+    that a model makes on the CPU count, too: there lies what the meta device stands for.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None, *, host: bool = False) -> None:

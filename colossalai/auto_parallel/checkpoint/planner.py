@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +44,7 @@ from colossalai.auto_parallel.checkpoint.profile import (
     scaled_to,
     shared_out,
 )
+from colossalai.auto_parallel.checkpoint.ranks import Told, dist_size, tell, tell_error
 from colossalai.auto_parallel.checkpoint.region_solver import again_in
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
@@ -74,6 +74,9 @@ class Tried(NamedTuple):
 class CheckpointPlanner:
     """Makes plans for one model and batch under many budgets; the arguments are those of
     ``auto_checkpoint``.
+
+    Ranks tell each other of errors in ``plan``, which all of them call.  A planner may be made on one rank
+    alone, and tells nobody if it cannot be made.
     """
 
     def __init__(
@@ -313,18 +316,18 @@ class CheckpointPlanner:
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
-        budget = bytes_of_option("memory", memory)
-        if not isinstance(time_limit, (int, float)) or not time_limit > 0:
-            raise ValueError(
-                f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
-            )
-        resting = self._resting(budget)
         try:
+            budget = bytes_of_option("memory", memory)
+            if not isinstance(time_limit, (int, float)) or not time_limit > 0:
+                raise ValueError(
+                    f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
+                )
+            resting = self._resting(budget)
             judged, peak, seconds = self._find(budget - resting, time_limit)
-        except ValueError as error:
-            self._agree(None, str(error))
+        except Exception as error:
+            tell_error(error)
             raise
-        modes, regions = self._agree(self._by_block(judged.choice), "")
+        modes, regions = self._agree(self._by_block(judged.choice))
         return CheckpointPlan(
             model=self.step.model,
             budget=budget,
@@ -453,22 +456,14 @@ class CheckpointPlanner:
         regions = tuple(tuple(calls[first:stop]) for first, stop in choice.regions)
         return dict(zip(calls, choice.modes, strict=True)), regions
 
-    def _agree(
-        self, chosen: tuple[dict[str, str], Regions] | None, error: str
-    ) -> tuple[dict[str, str], Regions]:
+    def _agree(self, chosen: tuple[dict[str, str], Regions]) -> tuple[dict[str, str], Regions]:
         """The modes and regions that ranks with the same blocks share, who communicate when they recompute;
-        raises where another rank has an ``error``.
+        raises where another rank has an error.
         """
-        if dist_size() == 1:
-            return chosen or ({}, ())
-        every: list[Any] = [None] * dist.get_world_size()
         blocks = self.blocks.items()
         look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in blocks]
-        dist.all_gather_object(every, (look, chosen, error))
-        for rank, (_, _, theirs) in enumerate(every):
-            if theirs and not error:
-                raise ValueError(f"auto_checkpoint found no plan on rank {rank}: {theirs}")
-        return next((one for whose, one, _ in every if whose == look and one is not None), ({}, ()))
+        every = tell(Told(look, chosen))
+        return next(told.chosen for told in every if told.look == look)
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Give the blocks of the model the modes of ``plan``, and what these leave to the plugin."""
@@ -515,12 +510,6 @@ class CheckpointPlanner:
             if choice is not None:
                 found.append(CurvePoint(budget, choice.peak + self.unseen, choice.seconds))
         return found
-
-
-def dist_size() -> int:
-    """How many ranks plan together."""
-    together = dist.is_initialized() and dist.get_backend() != "fake"
-    return dist.get_world_size() if together else 1
 
 
 def _largest(inputs: Any) -> int:
