@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint, measure
 from colossalai.auto_parallel.checkpoint import planner as planners
@@ -139,7 +141,7 @@ def test_one_line_and_its_report() -> None:
     assert "blocks in mode keep" in text
     assert "weights" in text
     assert "optimizer states" in text
-    auto_checkpoint(model, BATCH, "1 GiB", device="h100")
+    auto_checkpoint(model, BATCH, np.int64(2**30), device="h100")
     assert {block.recompute for block in model.transformer.h} == {"keep"}
 
 
@@ -163,8 +165,9 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
     with pytest.raises(ValueError, match="has no part 'x'"):
         auto_checkpoint(model, batch, "1 GiB", blocks=["x"])
-    with pytest.raises(ValueError, match="memory: a size is a number of bytes"):
-        auto_checkpoint(model, batch, 2.5e9)  # type: ignore[arg-type]
+    for size in (2.5e9, True, np.float64(2e9)):
+        with pytest.raises(ValueError, match="memory: a size is a number of bytes"):
+            auto_checkpoint(model, batch, size)  # type: ignore[arg-type]
     wrong: dict[str, Any] = {
         r"'transformer.h' is never called itself; take .* transformer.h.0, transformer.h.1": {
             "blocks": ["transformer.h"]
@@ -186,6 +189,9 @@ def test_bad_input_leaves_the_model_alone() -> None:
             "batch": (IDS, IDS, IDS),
             "criterion": nn.CrossEntropyLoss(),
         },
+        r"batch is one batch, got a DataLoader, .* pass next\(iter\(loader\)\)": {"batch": DataLoader([IDS])},
+        r"criterion .* got the class MSELoss; pass an instance, MSELoss\(\)": {"criterion": nn.MSELoss},
+        r"criterion .* got 'mse'; pass a function": {"criterion": "mse"},
     }
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):

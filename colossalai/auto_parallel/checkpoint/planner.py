@@ -30,6 +30,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
 from colossalai.auto_parallel.checkpoint.operation import Chain
 from colossalai.auto_parallel.checkpoint.options import (
     bytes_of_option,
+    check_batch,
     check_options,
     preset_of,
     whether_measured,
@@ -99,6 +100,7 @@ class CheckpointPlanner:
     ) -> None:
         switches = {"regions": regions, "accumulates": accumulates, "compiled": compiled}
         check_options(stored, autocast, optimizer, plugin, **switches)
+        check_batch(batch, criterion)
         self._copies, self._groups = stored - 1, regions and not compiled
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
