@@ -139,6 +139,19 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
 
+def _embedding_sparse_backward(
+    gradient: Tensor, indices: Tensor, rows: int, padding: int, scaled: bool
+) -> Tensor:
+    """A row for each index; torch leaves out that of the padding, which without values would be all."""
+    values = gradient.reshape(-1, gradient.size(-1))
+    return torch.sparse_coo_tensor(indices.reshape(1, -1), values, (rows, values.size(1)))
+
+
+def _clone_of_sparse(input: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """All elements; torch's own clone on the meta device has none."""
+    return torch.sparse_coo_tensor(input._indices().clone(), input._values().clone(), input.shape)
+
+
 def _group_norm_of_cpu(
     input: Tensor,
     weight: Tensor | None,
@@ -165,12 +178,18 @@ def _group_norm_backward_of_cpu(
     return tuple(tensor if is_needed else None for tensor, is_needed in zip(made, needed, strict=True))
 
 
+_SPARSE_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("embedding_sparse_backward", "AutogradMeta"): _embedding_sparse_backward,
+    ("clone", "SparseMeta"): _clone_of_sparse,
+}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
     ("scaled_dot_product_attention", "AutogradMeta"): _attention,
     ("dropout", "AutogradMeta"): _dropout,
+    **_SPARSE_KERNELS,
 }
 _CPU_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
     ("scaled_dot_product_attention", "AutogradMeta"): _attention_of_cpu,
+    **_SPARSE_KERNELS,
     ("native_group_norm", "Meta"): _group_norm_of_cpu,
     ("native_group_norm_backward", "Meta"): _group_norm_backward_of_cpu,
 }

@@ -70,11 +70,10 @@ def test_states_of_groups(name: str) -> None:
 
 def test_optimizers_that_cannot_be_counted_are_refused() -> None:
     model, x = Layers(), torch.rand(64, 32)
-    for kind in (optim.LBFGS, optim.SparseAdam):
-        with pytest.raises(
-            ValueError, match=f"^auto_checkpoint cannot build another {kind.__name__} to count its states"
-        ):
-            auto_checkpoint(model, x, "1 GiB", optimizer=kind(model.parameters()))
+    with pytest.raises(ValueError, match=r"^auto_checkpoint cannot build another LBFGS to count its states"):
+        auto_checkpoint(model, x, "1 GiB", optimizer=optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match=r"SparseAdam cannot make a step .*does not support dense gradients"):
+        auto_checkpoint(model, x, "1 GiB", optimizer=optim.SparseAdam(model.parameters()))
     with pytest.raises(ValueError, match=r"\(SGD\) holds no parameter of the model \(Layers\)"):
         auto_checkpoint(model, x, "1 GiB", optimizer=optim.SGD(Layers().parameters()))
 

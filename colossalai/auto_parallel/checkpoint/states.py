@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from colossalai.interface.foreign_parameters import strangers
 from colossalai.interface.optimizer import OptimizerWrapper
@@ -59,7 +59,7 @@ def builder_of(optimizer: Optimizer, model: nn.Module) -> Callable[[], Optimizer
             made = type(optimizer)(groups, **_options(optimizer))
             step_as_on_gpu(made)
             for p in [p for group in made.param_groups for p in group["params"]]:
-                p.grad = torch.empty_like(p) if p.requires_grad else None
+                p.grad = _gradient(p, sparse=isinstance(made, SparseAdam)) if p.requires_grad else None
             made.step()
         except Exception as error:
             raise StatesError(
@@ -74,6 +74,10 @@ def builder_of(optimizer: Optimizer, model: nn.Module) -> Callable[[], Optimizer
         return made
 
     return build
+
+
+def _gradient(p: Tensor, *, sparse: bool) -> Tensor:
+    return torch.zeros_like(p, layout=torch.sparse_coo) if sparse else torch.empty_like(p)
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:

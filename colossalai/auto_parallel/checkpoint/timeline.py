@@ -22,6 +22,7 @@ from colossalai.auto_parallel.checkpoint.states import builder_of, step_of
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.held_tensors import map_held, tensors_of
+from colossalai.utils.memory.live_bytes import nbytes_of
 from colossalai.utils.meta import MetaBytes, gpu_kernels
 from colossalai.utils.throughput import OperationCounter
 
@@ -205,7 +206,9 @@ class TrainingStep:
         for hook in passing:
             hook.remove()
         gradients = (p.grad for p in self.model.parameters())
-        recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        recorder.timeline.gradients = sum(
+            nbytes_of(gradient) for gradient in gradients if gradient is not None
+        )
 
     @property
     def _divides(self) -> bool:
@@ -285,7 +288,7 @@ class TimelineRecorder(MetaBytes):
             return 0.0
         count: Any = self._operations.get(func._overloadpacket)
         operations = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-        return self._device.seconds(operations, sum(t.nbytes for t in tensors), tensors[0].dtype)
+        return self._device.seconds(operations, sum(map(nbytes_of, tensors)), tensors[0].dtype)
 
     def _note_read(self) -> None:
         self._number_of_reads += 1
