@@ -50,6 +50,8 @@ class MetaBytes(LiveBytes):
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return bool(self.read_as) if args[0].dtype is torch.bool else self.read_as
+        if func in _INDEXES:  # of a list in the model's code, torch makes a tensor that no mode sees
+            self.hold(index for index in args[1] if isinstance(index, Tensor))
         before = self.peak
         kernel = partial(_reduced, func) if func in _IN_PLACE_OF_ALL else func
         result = super().__torch_dispatch__(kernel, types, args, kwargs)
@@ -58,6 +60,9 @@ class MetaBytes(LiveBytes):
         return result
 
 
+_INDEXES = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("index_put", "index_put_", "_index_put_impl_")
+) | {torch.ops.aten.index.Tensor}
 _IN_PLACE_OF_ALL = frozenset(
     getattr(torch.ops.aten, f"{name}_loss").default for name in ("mse", "smooth_l1", "soft_margin")
 ) | {torch.ops.aten.binary_cross_entropy.default}

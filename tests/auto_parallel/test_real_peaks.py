@@ -116,6 +116,18 @@ class Losses(nn.Module):
         )
 
 
+class IndexedByLists(nn.Module):
+    """Takes parts by lists of numbers, as Falcon does with its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(x).view(len(x), 4, 8)
+        return x + (parts[:, [1]] * parts[:, [-1]] * parts[:, :2].repeat(1, 2, 1)).flatten(1)
+
+
 class Codes(nn.Module):
     """Changes a frozen parameter where versions do not count it, and puts another in the place of one."""
 
@@ -195,6 +207,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "sparse embedding": lambda: (SparseWeights(nn.Embedding), IDS.repeat(1, 8)),
     "sparse bag": lambda: (SparseWeights(nn.EmbeddingBag), IDS.repeat(32, 1)),
     "sparse graph": lambda: (SparseGraph(), torch.arange(64)),
+    "lists as indices": lambda: (nn.Sequential(*(IndexedByLists() for _ in range(6))), torch.rand(16, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),
