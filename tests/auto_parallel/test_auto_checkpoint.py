@@ -293,6 +293,29 @@ def test_ways_that_values_decide_are_run(head: bool) -> None:
         assert 0.99 * budget <= memory.peak <= budget
 
 
+class Waits(ReadsValues):
+    """Repeats something until values are small, and refuses others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while (x.abs() > 100).any():
+            x = x / 2
+        if x.isnan().any():
+            raise RuntimeError("not a number")
+        return super().forward(x)
+
+
+class Checks(Waits):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise RuntimeError("not a number")
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+def test_loops_that_wait_for_values_end() -> None:
+    assert not CheckpointPlanner(Waits(), torch.rand(4, 8), device="cpu").step.is_played
+    assert CheckpointPlanner(Checks(), torch.rand(4, 8), device="cpu").step.is_played
+
+
 class Branches(nn.Module):
     """Reads a value to log it, or to decide whether more is computed."""
 

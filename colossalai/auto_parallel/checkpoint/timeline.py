@@ -7,6 +7,7 @@ its backward pass with whatever is computed again in it.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -63,8 +64,8 @@ class StepTimeline:
     weights: int = 0
     gradients: int = 0
     states: int = 0
-    reads: list[str] = field(default_factory=list)
-    """Lines that read values, which are not there."""
+    reads: Counter[str] = field(default_factory=Counter)
+    """Lines that read values, which are not there, and how often."""
 
     @property
     def pieces(self) -> list[Span]:
@@ -107,7 +108,9 @@ class TrainingStep:
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
     read_as: int = 0
     """What values are taken for in a play, which has none."""
-    reads: list[str] = field(default_factory=list)
+    most_reads: int = _MANY_READS
+    """How often a play reads values before it is taken for one that does not end."""
+    reads: Counter[str] = field(default_factory=Counter)
     """The lines that read values when it was played last, also if there was an error then."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -149,6 +152,7 @@ class TrainingStep:
         batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
         build = None if self.optimizer is None else builder_of(self.optimizer, self.model)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
+            recorder.most_reads = self.most_reads
             recorder.read_as, self.reads = self.read_as, recorder.timeline.reads
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             recorder.hold(weights)
@@ -262,7 +266,7 @@ class TimelineRecorder(MetaBytes):
         self._name, self._call, self._start = "", 0, 0
         self.seconds = 0.0
         """Of the piece in progress, so far."""
-        self._number_of_reads = 0
+        self.most_reads = _MANY_READS
 
     def begin(self, name: str, call: int = 0) -> None:
         """The piece in progress ends, and another begins."""
@@ -291,12 +295,9 @@ class TimelineRecorder(MetaBytes):
         return self._device.seconds(operations, sum(map(nbytes_of, tensors)), tensors[0].dtype)
 
     def _note_read(self) -> None:
-        self._number_of_reads += 1
-        if self._number_of_reads > _MANY_READS:
-            raise RuntimeError("values are read again and again, as if a loop waited for them to change")
-        line = line_of(traceback.extract_stack())
-        if line not in self.timeline.reads:
-            self.timeline.reads.append(line)
+        if self.timeline.reads.total() >= self.most_reads:
+            raise NotImplementedError("values are read again and again, as if a loop waited for them")
+        self.timeline.reads[line_of(traceback.extract_stack())] += 1
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:

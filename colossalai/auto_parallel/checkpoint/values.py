@@ -12,8 +12,15 @@ from collections.abc import Callable
 from colossalai.auto_parallel.checkpoint.states import StatesError
 from colossalai.auto_parallel.checkpoint.timeline import StepTimeline, TrainingStep, line_of
 
-_NEEDS_VALUES = (NotImplementedError, RuntimeError)
-"""What operations on the meta device raise whose results have a shape that depends on values."""
+
+def _needs_values(error: Exception) -> bool:
+    """Whether an operation on the meta device has raised ``error``, because the shape of its result depends
+    on values; not a check of the model's own code.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, NotImplementedError):
+        return isinstance(error, NotImplementedError)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "/torch/" in last.filename or "raise " not in (last.line or "")
 
 
 class WaysOfStep:
@@ -29,8 +36,10 @@ class WaysOfStep:
         self._reads: list[str] = []
         self._try(0)
         if self._reads:
+            known, step.most_reads = step.most_reads, 10 * step.reads.total() + 100
             self._try(1)
-        if 0 not in self._found and not self._reads and not isinstance(self._errors[0], _NEEDS_VALUES):
+            step.most_reads = known
+        if 0 not in self._found and not self._reads and not isinstance(self._errors[0], RuntimeError):
             raise self._errors[0]
         step.read_as = 0
 
@@ -60,7 +69,7 @@ class WaysOfStep:
         if 0 not in self._found:
             return True
         if 1 in self._errors:  # else it is a check that refuses bad values
-            return isinstance(self._errors[1], _NEEDS_VALUES)
+            return _needs_values(self._errors[1])
         return 1 in self._found and not self._is_alike() and not self._is_alike(again=True)
 
     def _is_alike(self, *, again: bool = False) -> bool:
@@ -83,7 +92,7 @@ class WaysOfStep:
     def line(self) -> str:
         """Where values decide."""
         error = self._errors.get(0)
-        if self._reads and not isinstance(error, _NEEDS_VALUES):
+        if self._reads and not isinstance(error, RuntimeError):
             return ", and at ".join(self._reads[:3])
         assert error is not None
         return line_of(traceback.extract_tb(error.__traceback__))
