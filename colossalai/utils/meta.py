@@ -28,14 +28,15 @@ ALLOCATOR_BLOCK = 512  # what CUDA's caching allocator rounds sizes up to
 class MetaBytes(LiveBytes):
     """The bytes of the tensors on the meta device, now and at the worst moment since ``restart``.
 
-    A number that is read from a tensor is 0: no gradient overflowed, no loss is nan.  ``at_peak`` is called
-    at each new peak, to note what else is of interest then.  With ``host``, tensors that a model makes on the
-    CPU count, too: there lies what the meta device stands for.
+    A number that is read from a tensor is ``read_as``, by default 0: no gradient overflowed, no loss is nan.
+    ``at_peak`` is called at each new peak, to note what else is of interest then.  With ``host``, tensors
+    that a model makes on the CPU count, too: there lies what the meta device stands for.
     """
 
     def __init__(self, at_peak: Callable[[], None] = lambda: None, *, host: bool = False) -> None:
         super().__init__(meta=True, host=host, block=ALLOCATOR_BLOCK)
         self._at_peak = at_peak
+        self.read_as = 0
 
     def restart(self) -> None:
         self.peak = self.now
@@ -48,7 +49,9 @@ class MetaBytes(LiveBytes):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return False if args[0].dtype is torch.bool else 0
+            return bool(self.read_as) if args[0].dtype is torch.bool else self.read_as
+        if func in _INDEXES:  # of a list in the model's code, torch makes a tensor that no mode sees
+            self.hold(index for index in args[1] if isinstance(index, Tensor))
         before = self.peak
         kernel = partial(_reduced, func) if func in _IN_PLACE_OF_ALL else func
         result = super().__torch_dispatch__(kernel, types, args, kwargs)
@@ -57,6 +60,9 @@ class MetaBytes(LiveBytes):
         return result
 
 
+_INDEXES = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("index_put", "index_put_", "_index_put_impl_")
+) | {torch.ops.aten.index.Tensor}
 _IN_PLACE_OF_ALL = frozenset(
     getattr(torch.ops.aten, f"{name}_loss").default for name in ("mse", "smooth_l1", "soft_margin")
 ) | {torch.ops.aten.binary_cross_entropy.default}
@@ -138,6 +144,19 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, True)[0] if train and p > 0 else input
 
 
+def _embedding_sparse_backward(
+    gradient: Tensor, indices: Tensor, rows: int, padding: int, scaled: bool
+) -> Tensor:
+    """A row for each index; torch leaves out that of the padding, which without values would be all."""
+    values = gradient.reshape(-1, gradient.size(-1))
+    return torch.sparse_coo_tensor(indices.reshape(1, -1), values, (rows, values.size(1)))
+
+
+def _clone_of_sparse(input: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """All elements; torch's own clone on the meta device has none."""
+    return torch.sparse_coo_tensor(input._indices().clone(), input._values().clone(), input.shape)
+
+
 def _group_norm_of_cpu(
     input: Tensor,
     weight: Tensor | None,
@@ -164,12 +183,18 @@ def _group_norm_backward_of_cpu(
     return tuple(tensor if is_needed else None for tensor, is_needed in zip(made, needed, strict=True))
 
 
+_SPARSE_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("embedding_sparse_backward", "AutogradMeta"): _embedding_sparse_backward,
+    ("clone", "SparseMeta"): _clone_of_sparse,
+}
 _KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
     ("scaled_dot_product_attention", "AutogradMeta"): _attention,
     ("dropout", "AutogradMeta"): _dropout,
+    **_SPARSE_KERNELS,
 }
 _CPU_KERNELS: dict[tuple[str, str], Callable[..., Any]] = {
     ("scaled_dot_product_attention", "AutogradMeta"): _attention_of_cpu,
+    **_SPARSE_KERNELS,
     ("native_group_norm", "Meta"): _group_norm_of_cpu,
     ("native_group_norm_backward", "Meta"): _group_norm_backward_of_cpu,
 }

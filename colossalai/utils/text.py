@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from numbers import Integral
+from typing import SupportsIndex
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -17,10 +19,12 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} B"
 
 
-def bytes_of(size: int | str) -> int:
-    """A number of bytes, or a text such as ``"1.5 KiB"``, ``"20 GiB"`` or ``"20 GB"``."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+def bytes_of(size: SupportsIndex | str) -> int:
+    """A number of bytes, such as an integer of numpy, or a text such as ``"1.5 KiB"``, ``"20 GiB"`` or
+    ``"20 GB"``.
+    """
+    if isinstance(size, Integral) and not isinstance(size, bool) and int(size) >= 0:
+        return int(size)
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?\s*", size.lower())
         if found:

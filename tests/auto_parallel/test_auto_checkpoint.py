@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from colossalai.auto_parallel.checkpoint import CheckpointPlanner, auto_checkpoint, measure
 from colossalai.auto_parallel.checkpoint import planner as planners
@@ -139,7 +141,7 @@ def test_one_line_and_its_report() -> None:
     assert "blocks in mode keep" in text
     assert "weights" in text
     assert "optimizer states" in text
-    auto_checkpoint(model, BATCH, "1 GiB", device="h100")
+    auto_checkpoint(model, BATCH, np.int64(2**30), device="h100")
     assert {block.recompute for block in model.transformer.h} == {"keep"}
 
 
@@ -163,8 +165,9 @@ def test_bad_input_leaves_the_model_alone() -> None:
         auto_checkpoint(model, {"words": IDS}, "1 GiB")
     with pytest.raises(ValueError, match="has no part 'x'"):
         auto_checkpoint(model, batch, "1 GiB", blocks=["x"])
-    with pytest.raises(ValueError, match="memory: a size is a number of bytes"):
-        auto_checkpoint(model, batch, 2.5e9)  # type: ignore[arg-type]
+    for size in (2.5e9, True, np.float64(2e9)):
+        with pytest.raises(ValueError, match="memory: a size is a number of bytes"):
+            auto_checkpoint(model, batch, size)  # type: ignore[arg-type]
     wrong: dict[str, Any] = {
         r"'transformer.h' is never called itself; take .* transformer.h.0, transformer.h.1": {
             "blocks": ["transformer.h"]
@@ -186,6 +189,9 @@ def test_bad_input_leaves_the_model_alone() -> None:
             "batch": (IDS, IDS, IDS),
             "criterion": nn.CrossEntropyLoss(),
         },
+        r"batch is one batch, got a DataLoader, .* pass next\(iter\(loader\)\)": {"batch": DataLoader([IDS])},
+        r"criterion .* got the class MSELoss; pass an instance, MSELoss\(\)": {"criterion": nn.MSELoss},
+        r"criterion .* got 'mse'; pass a function": {"criterion": "mse"},
     }
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -247,6 +253,96 @@ def test_models_whose_shapes_depend_on_values() -> None:
 def test_lines_that_read_values_are_named() -> None:
     plan = auto_checkpoint(ReadsValues(), torch.rand(2, 8), "1 GiB")
     assert any("if x.sum() > 100:" in note for note in plan.notes)
+
+
+class Experts(nn.Module):
+    """Computes with the experts that some rows choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen, found = shares.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if mask.any():
+                found[mask] = expert(x[mask]) * shares[mask, number : number + 1]
+        return x + found
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_ways_that_values_decide_are_run(head: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Experts() for _ in range(3))))
+    if head:
+        model.append(nn.Linear(32, 8))
+    x = torch.rand(512, 32)
+    planner = CheckpointPlanner(model, x, device="cpu")
+    assert any("values decide at" in note and "if mask.any()" in note for note in planner.notes)
+    for budget in (planner.least[2], planner.whole):
+        planner.apply(planner.plan(budget))
+        model.zero_grad()
+        with LiveBytes(block=512) as memory:
+            memory.hold((*model.parameters(), x))
+            model(x).sum().backward()
+        assert 0.99 * budget <= memory.peak <= budget
+
+
+class Waits(ReadsValues):
+    """Repeats something until values are small, and refuses others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while (x.abs() > 100).any():
+            x = x / 2
+        if x.isnan().any():
+            raise RuntimeError("not a number")
+        return super().forward(x)
+
+
+class Checks(Waits):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise RuntimeError("not a number")
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+def test_loops_that_wait_for_values_end() -> None:
+    assert not CheckpointPlanner(Waits(), torch.rand(4, 8), device="cpu").step.is_played
+    assert CheckpointPlanner(Checks(), torch.rand(4, 8), device="cpu").step.is_played
+
+
+class Branches(nn.Module):
+    """Reads a value to log it, or to decide whether more is computed."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if bool(x.sum() > 100) and self.decides:
+                x = torch.cat([x, x, x])
+            x = layer(x)
+        return x
+
+
+def test_the_larger_of_two_ways_is_planned() -> None:
+    """Also where the model cannot be run, and where this batch takes the smaller way."""
+    with torch.device("meta"):
+        elsewhere = Branches(True)
+    for model in (elsewhere, Branches(True)):
+        planner = CheckpointPlanner(model, torch.zeros(64, 8), device="cpu")
+        assert planner.step.is_played
+        assert planner.played["keep"].inputs[0][0][0].shape[0] == 192
+        assert any("they were taken for 1" in note for note in planner.notes)
+    planner = CheckpointPlanner(Branches(False), torch.zeros(64, 8), device="cpu")
+    assert any("a value is read, and was taken for 0" in note for note in planner.notes)
 
 
 def test_times_of_whole_steps_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,26 @@ def _cut(rank: int, world_size: int, port: int) -> None:
         planner.plan(1000 if rank == 0 else "1 GiB")
 
 
+def _errors(rank: int, world_size: int, port: int) -> None:
+    launch_from_torch({}, backend="gloo")
+    batch = {"input_ids": IDS, "labels": IDS}
+    wrong: tuple[tuple[Any, Any, str], ...] = (
+        ({"words": IDS}, "1 GiB", "cannot compute a loss of this batch"),
+        (batch, "much", "memory: a size is a number of bytes"),
+    )
+    for bad, memory, message in wrong:
+        begin = "found no plan on rank 1: auto_checkpoint: .*" if rank == 0 else "^auto_checkpoint: .*"
+        given = (bad, memory) if rank == 1 else (batch, "1 GiB")
+        with pytest.raises(ValueError, match=begin + message):
+            auto_checkpoint(gpt2(), *given)
+    assert auto_checkpoint(gpt2(), batch, "1 GiB").modes
+
+
+def test_every_rank_raises_where_one_has_an_error() -> None:
+    """Else the others would wait for it."""
+    spawn(_errors, 2)
+
+
 def test_with_tensor_parallelism() -> None:
     """The budget is that of a rank, and ranks choose alike."""
     spawn(_cut, 2)

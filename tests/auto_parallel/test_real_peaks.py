@@ -116,6 +116,18 @@ class Losses(nn.Module):
         )
 
 
+class IndexedByLists(nn.Module):
+    """Takes parts by lists of numbers, as Falcon does with its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(x).view(len(x), 4, 8)
+        return x + (parts[:, [1]] * parts[:, [-1]] * parts[:, :2].repeat(1, 2, 1)).flatten(1)
+
+
 class Codes(nn.Module):
     """Changes a frozen parameter where versions do not count it, and puts another in the place of one."""
 
@@ -155,6 +167,31 @@ def _attention(dropout: float, heads: int) -> tuple[nn.Module, Any]:
     return nn.Sequential(*(Attends(dropout, heads) for _ in range(3))), torch.rand(2, 32, 32)
 
 
+class SparseWeights(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.words = kind(600, 32, sparse=True)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers(self.words(ids))  # type: ignore[no-any-return]
+
+
+class SparseGraph(SparseWeights):
+    """Multiplies with a sparse matrix in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding)
+        self.graph = torch.rand(64, 64).relu().to_sparse()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers(torch.sparse.mm(self.graph, self.words(ids)))  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lstm": lambda: (Recurrent(nn.LSTM), IDS),
     "gru": lambda: (Recurrent(nn.GRU), IDS),
@@ -167,6 +204,10 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "codes": lambda: _codes(lambda: nn.Linear(32, 32)),
     "lstm codes": lambda: _codes(lambda: nn.LSTM(32, 32)),
     "passes a dataclass": lambda: (_passes_state(), torch.rand(64, 32)),
+    "sparse embedding": lambda: (SparseWeights(nn.Embedding), IDS.repeat(1, 8)),
+    "sparse bag": lambda: (SparseWeights(nn.EmbeddingBag), IDS.repeat(32, 1)),
+    "sparse graph": lambda: (SparseGraph(), torch.arange(64)),
+    "lists as indices": lambda: (nn.Sequential(*(IndexedByLists() for _ in range(6))), torch.rand(16, 32)),
     "masked": lambda: _attention(0.0, 2),
     "dropping": lambda: _attention(0.1, 2),
     "grouped": lambda: _attention(0.0, 1),

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.auto_parallel.checkpoint.plan import CheckpointPlan
 from colossalai.auto_parallel.checkpoint.planner import CheckpointPlanner
+from colossalai.auto_parallel.checkpoint.ranks import tell_error
 from colossalai.auto_parallel.checkpoint.share import SharesModel
 from colossalai.device.presets import DevicePreset
 
@@ -38,7 +39,8 @@ def auto_checkpoint(
     at most ``memory`` and the least time.
 
     Call it before ``boost``, as ``checkpoint_blocks``.  The model is changed in place, or not at all if
-    there is an error; ``print`` the result to see what was chosen, and where the memory goes.
+    there is an error, on this rank or another; ``print`` the result to see what was chosen, and where the
+    memory goes.
 
     Args:
         model: any model, in training; it may lie on the CPU or the meta device, and is not run there but for
@@ -70,22 +72,26 @@ def auto_checkpoint(
             on a GPU, and a few compilations.
         time_limit: seconds for each solution; after that, the best that was found, with its gap.
     """
-    planner = CheckpointPlanner(
-        model,
-        batch,
-        criterion=criterion,
-        optimizer=optimizer,
-        autocast=autocast,
-        reserved=reserved,
-        device=device,
-        measure=measure,
-        blocks=blocks,
-        stored=stored,
-        regions=regions,
-        plugin=plugin,
-        accumulates=accumulates,
-        compiled=compiled,
-    )
+    try:
+        planner = CheckpointPlanner(
+            model,
+            batch,
+            criterion=criterion,
+            optimizer=optimizer,
+            autocast=autocast,
+            reserved=reserved,
+            device=device,
+            measure=measure,
+            blocks=blocks,
+            stored=stored,
+            regions=regions,
+            plugin=plugin,
+            accumulates=accumulates,
+            compiled=compiled,
+        )
+    except Exception as error:
+        tell_error(error)  # the other ranks wait for it in their plan
+        raise
     plan = planner.plan(memory, time_limit)
     planner.apply(plan)
     return plan

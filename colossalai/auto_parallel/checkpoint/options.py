@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from colossalai.device.presets import DEVICES, DevicePreset, device_preset
 from colossalai.utils.text import bytes_of
@@ -39,6 +40,25 @@ def check_options(
     for what, (value, is_right) in wrong.items():
         if not is_right:
             raise ValueError(f"auto_checkpoint: {what}, got {value!r}")
+
+
+def check_batch(batch: Any, criterion: Any) -> None:
+    """Refuse what is no batch, and what is no loss."""
+    if isinstance(batch, DataLoader) or hasattr(batch, "__next__"):
+        raise ValueError(
+            f"auto_checkpoint: batch is one batch, got a {type(batch).__name__}, which gives many; pass"
+            " next(iter(loader))"
+        )
+    if isinstance(criterion, type):
+        raise ValueError(
+            f"auto_checkpoint: criterion is called with the output and the label, got the class"
+            f" {criterion.__name__}; pass an instance, {criterion.__name__}()"
+        )
+    if criterion is not None and not callable(criterion):
+        raise ValueError(
+            f"auto_checkpoint: criterion is called with the output and the label, got {criterion!r}; pass a"
+            " function or a module, or leave it out if the model returns its loss"
+        )
 
 
 def bytes_of_option(name: str, size: int | str) -> int:

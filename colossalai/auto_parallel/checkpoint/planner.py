@@ -7,14 +7,12 @@ Where the model lies on a GPU, the step is run there, too.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,6 +31,7 @@ from colossalai.auto_parallel.checkpoint.mode_solver import (
 from colossalai.auto_parallel.checkpoint.operation import Chain
 from colossalai.auto_parallel.checkpoint.options import (
     bytes_of_option,
+    check_batch,
     check_options,
     preset_of,
     whether_measured,
@@ -47,10 +46,13 @@ from colossalai.auto_parallel.checkpoint.profile import (
     scaled_to,
     shared_out,
 )
+from colossalai.auto_parallel.checkpoint.ranks import Told, dist_size, tell, tell_error
 from colossalai.auto_parallel.checkpoint.region_solver import again_in
 from colossalai.auto_parallel.checkpoint.search import Judged, Search
 from colossalai.auto_parallel.checkpoint.share import SharesModel
-from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep, line_of
+from colossalai.auto_parallel.checkpoint.states import StatesError, look_at_optimizer
+from colossalai.auto_parallel.checkpoint.timeline import NOTHING, Like, StepTimeline, TrainingStep
+from colossalai.auto_parallel.checkpoint.values import WaysOfStep
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.nn.checkpoint_blocks import can_be_grouped
 from colossalai.utils.held_tensors import held
@@ -75,6 +77,9 @@ class Tried(NamedTuple):
 class CheckpointPlanner:
     """Makes plans for one model and batch under many budgets; the arguments are those of
     ``auto_checkpoint``.
+
+    Ranks tell each other of errors in ``plan``, which all of them call.  A planner may be made on one rank
+    alone, and tells nobody if it cannot be made.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class CheckpointPlanner:
     ) -> None:
         switches = {"regions": regions, "accumulates": accumulates, "compiled": compiled}
         check_options(stored, autocast, optimizer, plugin, **switches)
+        check_batch(batch, criterion)
         self._copies, self._groups = stored - 1, regions and not compiled
         self.blocks = find_blocks(model, blocks)
         place = next((p.device for p in model.parameters() if p.requires_grad), None)
@@ -105,6 +111,7 @@ class CheckpointPlanner:
                 f"auto_checkpoint: no parameter of {type(model).__name__} is trained (requires_grad), so its"
                 " step has no backward pass"
             )
+        self.notes = look_at_optimizer(optimizer, model, criterion)
         preset = preset_of(device, place)
         self._beside = bytes_of_option("reserved", reserved)
         self._plugin, share = plugin, None if plugin is None else plugin.share_of(model, optimizer)
@@ -122,7 +129,6 @@ class CheckpointPlanner:
         )
         self.place = place
         self._measures = whether_measured(measure, place, plugin, compiled=compiled)
-        self.notes: list[str] = []
         self._look_at_kernels()
         with none_left_on_meta(model) as ours:
             self.played = self._play_all()
@@ -151,6 +157,8 @@ class CheckpointPlanner:
                 if self._learns(mode):
                     self._play(dict.fromkeys(self.blocks, mode))
                 line = (self._play if played else self._play_or_run)(dict.fromkeys(self.blocks, mode))
+            except StatesError:
+                raise
             except Exception as error:
                 if mode == "keep":
                     raise self._does_not_fit(error) from error
@@ -160,8 +168,10 @@ class CheckpointPlanner:
                 self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
                 continue
             played[mode] = line
-        for read in played["keep"].reads:
-            self.notes.append(f"a value is read, and was taken for 0 in the plan, at {read}")
+        for read in played["keep"].reads if not any("values decide" in note for note in self.notes) else ():
+            self.notes.append(
+                f"a value is read, and was taken for {self.step.read_as} in the plan, at {read}"
+            )
         if unused := [name for name in self.blocks if name not in played["keep"].calls]:
             self.notes.append(
                 f"{len(unused)} blocks, such as {unused[0]!r}, were not called in the step that was played;"
@@ -184,22 +194,41 @@ class CheckpointPlanner:
 
     def _play_or_run(self, modes: dict[str, str]) -> StepTimeline:
         """A step on the meta device, or where the model is if it needs values."""
-        try:
+        if not self.step.is_played:
             return self._play(modes)
-        except (NotImplementedError, RuntimeError) as error:
-            if not self.step.is_played or self.place.type == "meta":
-                raise
-            self.step.is_played = False
-            try:
-                found = self._play(modes)
-            except Exception:
-                self.step.is_played = True
-                raise error from None
+        ways = WaysOfStep(self.step, partial(self._play, modes))
+        if not ways.values_decide:
+            return ways.first
+        if (found := self._run_where_it_is(modes, ways)) is not None:
             self.notes.append(
-                f"values decide at {line_of(traceback.extract_tb(error.__traceback__))}; so steps were run on"
-                f" {self.place} instead of the meta device, and bytes counted there"
+                f"values decide at {ways.line}; so steps were run on {self.place} instead of the meta"
+                " device, and bytes counted there; a batch with other values may need more"
             )
             return found
+        found = ways.larger
+        self.notes.append(
+            f"values decide at {ways.line}; they were taken for {self.step.read_as} in the plan, the way that"
+            " needs more; a step in which they are large numbers may need more than that"
+        )
+        return found
+
+    def _run_where_it_is(self, modes: dict[str, str], ways: WaysOfStep) -> StepTimeline | None:
+        """A real step, after which all others are real ones, too; None where there cannot be one, or where
+        it needs no more than a play.
+        """
+        is_trained_here = (self.place.type == "cpu") == (self.step.device is DEVICES["cpu"])
+        if self.place.type == "meta" or (ways.are_known and not is_trained_here):
+            return None  # a step of a model for another device may take minutes here, or not fit
+        self.step.is_played = False
+        try:
+            found = self._play(modes)
+        except Exception:
+            self.step.is_played = True
+            return None
+        if ways.are_known and found.peak <= ways.larger.peak:
+            self.step.is_played = True
+            return None  # values of another batch, or random numbers, may decide for the play
+        return found
 
     def _play(self, modes: dict[str, str], regions: Sequence[Sequence[str]] = ()) -> StepTimeline:
         with block_modes(self.step.model, modes, regions), attributes_kept(self.step.criterion):
@@ -293,18 +322,18 @@ class CheckpointPlanner:
 
     def plan(self, memory: int | str, time_limit: float = 10.0) -> CheckpointPlan:
         """The fastest modes with which the step stays within ``memory``; every rank of a job calls it."""
-        budget = bytes_of_option("memory", memory)
-        if not isinstance(time_limit, (int, float)) or not time_limit > 0:
-            raise ValueError(
-                f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
-            )
-        resting = self._resting(budget)
         try:
+            budget = bytes_of_option("memory", memory)
+            if not isinstance(time_limit, (int, float)) or not time_limit > 0:
+                raise ValueError(
+                    f"auto_checkpoint: time_limit is a number of seconds above 0, got {time_limit!r}"
+                )
+            resting = self._resting(budget)
             judged, peak, seconds = self._find(budget - resting, time_limit)
-        except ValueError as error:
-            self._agree(None, str(error))
+        except Exception as error:
+            tell_error(error)
             raise
-        modes, regions = self._agree(self._by_block(judged.choice), "")
+        modes, regions = self._agree(self._by_block(judged.choice))
         return CheckpointPlan(
             model=self.step.model,
             budget=budget,
@@ -433,22 +462,14 @@ class CheckpointPlanner:
         regions = tuple(tuple(calls[first:stop]) for first, stop in choice.regions)
         return dict(zip(calls, choice.modes, strict=True)), regions
 
-    def _agree(
-        self, chosen: tuple[dict[str, str], Regions] | None, error: str
-    ) -> tuple[dict[str, str], Regions]:
+    def _agree(self, chosen: tuple[dict[str, str], Regions]) -> tuple[dict[str, str], Regions]:
         """The modes and regions that ranks with the same blocks share, who communicate when they recompute;
-        raises where another rank has an ``error``.
+        raises where another rank has an error.
         """
-        if dist_size() == 1:
-            return chosen or ({}, ())
-        every: list[Any] = [None] * dist.get_world_size()
         blocks = self.blocks.items()
         look = [(name, [tuple(p.shape) for p in block.parameters()]) for name, block in blocks]
-        dist.all_gather_object(every, (look, chosen, error))
-        for rank, (_, _, theirs) in enumerate(every):
-            if theirs and not error:
-                raise ValueError(f"auto_checkpoint found no plan on rank {rank}: {theirs}")
-        return next((one for whose, one, _ in every if whose == look and one is not None), ({}, ()))
+        every = tell(Told(look, chosen))
+        return next(told.chosen for told in every if told.look == look)
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Give the blocks of the model the modes of ``plan``, and what these leave to the plugin."""
@@ -495,12 +516,6 @@ class CheckpointPlanner:
             if choice is not None:
                 found.append(CurvePoint(budget, choice.peak + self.unseen, choice.seconds))
         return found
-
-
-def dist_size() -> int:
-    """How many ranks plan together."""
-    together = dist.is_initialized() and dist.get_backend() != "fake"
-    return dist.get_world_size() if together else 1
 
 
 def _largest(inputs: Any) -> int:

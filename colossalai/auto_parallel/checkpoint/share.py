@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.auto_parallel.checkpoint.meta_model import on_meta
-from colossalai.auto_parallel.checkpoint.timeline import with_states
+from colossalai.auto_parallel.checkpoint.states import builder_of
 from colossalai.nn.optimizer.base import MultiTensorOptimizer
 from colossalai.utils.meta import MetaBytes
 
@@ -57,15 +57,16 @@ def _of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer | None, dtype: torch.dtype | None = None) -> int:
-    """The bytes of the states of ``optimizer`` for all of ``model``, and of the weights in single precision
+    """The bytes of the states of ``optimizer`` for ``model``, and of the weights in single precision
     that training in ``dtype`` needs besides.
     """
     if optimizer is None:
         return 0
     own = isinstance(optimizer, MultiTensorOptimizer)  # these keep what half precision lacks themselves
     masters = 0 if own or dtype in (None, torch.float32) else 4 * sum(p.numel() for p in model.parameters())
+    build = builder_of(optimizer, model)
     with on_meta(model, dtype if own else None), MetaBytes() as memory:
-        made = with_states(optimizer, model)
+        made = build()
         states = memory.now
         del made
     return states + masters

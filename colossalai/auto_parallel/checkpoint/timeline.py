@@ -6,8 +6,8 @@ its backward pass with whatever is computed again in it.
 
 from __future__ import annotations
 
-import inspect
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,14 +19,20 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossalai.auto_parallel.checkpoint.meta_model import left_alone, on_meta
+from colossalai.auto_parallel.checkpoint.states import builder_of, step_of
 from colossalai.device.presets import DEVICES, DevicePreset
 from colossalai.interface.batch import call_with, loss_of, split_batch
 from colossalai.utils.held_tensors import map_held, tensors_of
-from colossalai.utils.meta import MetaBytes, gpu_kernels, step_as_on_gpu
+from colossalai.utils.memory.live_bytes import nbytes_of
+from colossalai.utils.meta import MetaBytes, gpu_kernels
 from colossalai.utils.throughput import OperationCounter
 
 if TYPE_CHECKING:
     from colossalai.auto_parallel.checkpoint.share import ModelShare
+
+
+_MANY_READS = 20_000
+"""More than models with many experts make in a step."""
 
 
 class Span(NamedTuple):
@@ -58,8 +64,8 @@ class StepTimeline:
     weights: int = 0
     gradients: int = 0
     states: int = 0
-    reads: list[str] = field(default_factory=list)
-    """Lines that read values, which are not there: they got 0."""
+    reads: Counter[str] = field(default_factory=Counter)
+    """Lines that read values, which are not there, and how often."""
 
     @property
     def pieces(self) -> list[Span]:
@@ -100,6 +106,12 @@ class TrainingStep:
     """Whether runs of it are compiled by ``torch.compile``."""
     is_played: bool = True
     """Whether it is played on the meta device; one whose way depends on values runs where the model is."""
+    read_as: int = 0
+    """What values are taken for in a play, which has none."""
+    most_reads: int = _MANY_READS
+    """How often a play reads values before it is taken for one that does not end."""
+    reads: Counter[str] = field(default_factory=Counter)
+    """The lines that read values when it was played last, also if there was an error then."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch; of a model that makes none, a number that depends on all that it returns."""
@@ -138,15 +150,18 @@ class TrainingStep:
         """The same on the meta device."""
         kernels = gpu_kernels(is_cpu=self.device is DEVICES["cpu"])
         batch = tree_map_only(Tensor, self._like_on_meta, self.batch)
+        build = None if self.optimizer is None else builder_of(self.optimizer, self.model)
         with on_meta(self.model, self.dtype), kernels, TimelineRecorder(self.device) as recorder:
+            recorder.most_reads = self.most_reads
+            recorder.read_as, self.reads = self.read_as, recorder.timeline.reads
             weights = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.is_meta]
             recorder.hold(weights)
             optimizer = None
             if self.share is not None:
                 recorder.now = self.share.fixed
-            elif self.optimizer is not None:
+            elif build is not None:
                 held = recorder.now
-                optimizer = with_states(self.optimizer, self.model)
+                optimizer = build()
                 recorder.timeline.states = recorder.now - held
             recorder.timeline.weights = recorder.now - recorder.timeline.states
             recorder.hold(t for t in tree_leaves(batch) if isinstance(t, Tensor))
@@ -156,7 +171,7 @@ class TrainingStep:
             self._passes(recorder, blocks, batch, "meta")
             recorder.begin("step")
             if optimizer is not None:
-                optimizer.step()
+                step_of(optimizer)
             recorder.begin("done")
             return recorder.timeline
 
@@ -195,7 +210,9 @@ class TrainingStep:
         for hook in passing:
             hook.remove()
         gradients = (p.grad for p in self.model.parameters())
-        recorder.timeline.gradients = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        recorder.timeline.gradients = sum(
+            nbytes_of(gradient) for gradient in gradients if gradient is not None
+        )
 
     @property
     def _divides(self) -> bool:
@@ -220,42 +237,22 @@ class TrainingStep:
         """The bytes of the optimizer's states, and its step, on the meta device."""
         if self.optimizer is None or self.share is not None:
             return 0, NOTHING
+        build = builder_of(self.optimizer, self.model)
         with on_meta(self.model), TimelineRecorder(self.device) as recorder:
             recorder.hold((*self.model.parameters(), *self.model.buffers()))
             held = recorder.now
-            optimizer = with_states(self.optimizer, self.model)
+            optimizer = build()
             states = recorder.now - held
             for p in self.model.parameters():
                 p.grad = torch.empty_like(p) if p.requires_grad else None
             recorder.begin("step")
-            optimizer.step()
+            step_of(optimizer)
             recorder.begin("done")
             return states, recorder.timeline.step
 
 
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def with_states(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """``optimizer`` for the parameters of ``model`` as they are now, with its states."""
-    try:
-        # some have more defaults than arguments: torch's AdamW says of itself that its decay is decoupled
-        taken = inspect.signature(type(optimizer)).parameters
-        takes_any = any(option.kind is option.VAR_KEYWORD for option in taken.values())
-        options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in taken}
-        made = type(optimizer)(model.parameters(), **options)
-    except TypeError as error:
-        raise ValueError(
-            f"auto_checkpoint cannot build another {type(optimizer).__name__} to count its states ({error});"
-            " leave optimizer out, and give the bytes of its states as reserved"
-        ) from error
-    step_as_on_gpu(made)
-    for p in model.parameters():
-        p.grad = torch.empty_like(p) if p.requires_grad else None
-    made.step()
-    made.zero_grad(set_to_none=True)
-    return made
 
 
 class TimelineRecorder(MetaBytes):
@@ -269,6 +266,7 @@ class TimelineRecorder(MetaBytes):
         self._name, self._call, self._start = "", 0, 0
         self.seconds = 0.0
         """Of the piece in progress, so far."""
+        self.most_reads = _MANY_READS
 
     def begin(self, name: str, call: int = 0) -> None:
         """The piece in progress ends, and another begins."""
@@ -294,12 +292,12 @@ class TimelineRecorder(MetaBytes):
             return 0.0
         count: Any = self._operations.get(func._overloadpacket)
         operations = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-        return self._device.seconds(operations, sum(t.nbytes for t in tensors), tensors[0].dtype)
+        return self._device.seconds(operations, sum(map(nbytes_of, tensors)), tensors[0].dtype)
 
     def _note_read(self) -> None:
-        line = line_of(traceback.extract_stack())
-        if line not in self.timeline.reads:
-            self.timeline.reads.append(line)
+        if self.timeline.reads.total() >= self.most_reads:
+            raise NotImplementedError("values are read again and again, as if a loop waited for them")
+        self.timeline.reads[line_of(traceback.extract_stack())] += 1
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:

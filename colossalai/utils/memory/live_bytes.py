@@ -55,6 +55,9 @@ class LiveBytes(TorchDispatchMode):
             return  # a DTensor has no memory but that of its piece, which is counted
         if tensor.is_meta != self._meta and not (tensor.is_cpu and self._host):
             return
+        if tensor.layout != torch.strided:
+            self.hold(_parts_of(tensor))
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -68,3 +71,19 @@ class LiveBytes(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in which a sparse one lies: where its values are, and the values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # memory of another library, which torch does not show
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor, also of a sparse one."""
+    return tensor.nbytes if tensor.layout == torch.strided else sum(t.nbytes for t in _parts_of(tensor))
