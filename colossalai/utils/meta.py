@@ -149,12 +149,14 @@ def _embedding_sparse_backward(
 ) -> Tensor:
     """A row for each index; torch leaves out that of the padding, which without values would be all."""
     values = gradient.reshape(-1, gradient.size(-1))
-    return torch.sparse_coo_tensor(indices.reshape(1, -1), values, (rows, values.size(1)))
+    shape = rows, values.size(1)
+    return torch.sparse_coo_tensor(indices.reshape(1, -1), values, shape, check_invariants=False)
 
 
 def _clone_of_sparse(input: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     """All elements; torch's own clone on the meta device has none."""
-    return torch.sparse_coo_tensor(input._indices().clone(), input._values().clone(), input.shape)
+    parts = input._indices().clone(), input._values().clone()
+    return torch.sparse_coo_tensor(*parts, input.shape, check_invariants=False)
 
 
 def _group_norm_of_cpu(
