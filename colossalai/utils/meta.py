@@ -88,7 +88,7 @@ def gpu_kernels(*, is_cpu: bool = False) -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")  # its life ends below
     try:
         for (name, key), kernel in (_CPU_KERNELS if is_cpu else _KERNELS).items():
-            library.impl(name, kernel, key)
+            library.impl(name, kernel, key, allow_override=True)  # torch has some in Python, too
         with autocast_on_meta("cpu" if is_cpu else "cuda"):
             yield
     finally:

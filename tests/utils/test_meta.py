@@ -19,7 +19,8 @@ HALF, WEIGHT = 2 * ROWS * WIDTH, 4 * WIDTH * WIDTH  # of activations in bf16, of
 
 def test_rules_name_operations_of_torch() -> None:
     treated = {operation.overloadpacket.__name__ for operation in _operations()}
-    assert treated >= {*_FP32, *_WIDEST, *_AS_IT_IS}
+    older = {"rms_norm"} - treated  # torch 2.11 does not treat it
+    assert treated | older >= {*_FP32, *_WIDEST, *_AS_IT_IS}
     # what has no rule is a product, or a cell of a recurrent network, which consists of products
     words = ("mm", "mul", "mv", "conv", "linear", "cell", "einsum", "dot", "addr", "prelu", "attention")
     others = treated - {*_FP32, *_WIDEST, *_AS_IT_IS}
