@@ -22,7 +22,20 @@ def test_rules_name_operations_of_torch() -> None:
     older = {"rms_norm"} - treated  # torch 2.11 does not treat it
     assert treated | older >= {*_FP32, *_WIDEST, *_AS_IT_IS}
     # what has no rule is a product, or a cell of a recurrent network, which consists of products
-    words = ("mm", "mul", "mv", "conv", "linear", "cell", "einsum", "dot", "addr", "prelu", "attention", "rnn")
+    words = (
+        "mm",
+        "mul",
+        "mv",
+        "conv",
+        "linear",
+        "cell",
+        "einsum",
+        "dot",
+        "addr",
+        "prelu",
+        "attention",
+        "rnn",
+    )
     others = treated - {*_FP32, *_WIDEST, *_AS_IT_IS}
     assert not [name for name in others if not any(word in name for word in words)]
 
