@@ -33,16 +33,16 @@ def casts_on_cpu(
     which dtypes; the first cast comes first.
     """
     args, kwargs = tree_map_only(Tensor, lambda t: on_cpu(t).requires_grad_(False), (args, kwargs))
-    with _Casts(tree_leaves((args, kwargs))) as casts, suppress(_EnoughError):
+    with _CastRecorder(tree_leaves((args, kwargs))) as casts, suppress(_CastsEndError):
         operation(*args, **kwargs)
     return casts.made
 
 
-class _EnoughError(Exception):
+class _CastsEndError(Exception):
     """All casts are made."""
 
 
-class _Casts(TorchDispatchMode):
+class _CastRecorder(TorchDispatchMode):
     """The dtypes that ``leaves`` are cast to before anything else is done."""
 
     def __init__(self, leaves: list[Any]) -> None:
@@ -54,6 +54,6 @@ class _Casts(TorchDispatchMode):
         is_cast = func is torch.ops.aten._to_copy.default
         place = self._places.pop(id(args[0]), None) if is_cast else None
         if place is None:
-            raise _EnoughError
+            raise _CastsEndError
         self.made[place] = kwargs["dtype"]
         return on_cpu(args[0], kwargs["dtype"])

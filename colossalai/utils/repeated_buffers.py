@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossalai.utils.repeated_attributes import has_own_code, modules_of
-from colossalai.utils.written_memory import Piece, pieces_of, pieces_written
+from colossalai.utils.written_memory import CopiedBeforeWrites, pieces_of, same_memory
 
 _STATISTICS = (_BatchNorm.forward, _InstanceNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that, in training, write to all buffers of their module."""
@@ -65,14 +64,12 @@ class RepeatedBuffers:
         noted, statistics = _noted(self._module, watches=count & (count - 1) == 0)
         copies = _copies([one.tensor for one in statistics])
         self._statistics = [one._replace(tensor=copy) for one, copy in zip(statistics, copies, strict=True)]
-        watch = _Watch([one for one in noted if one.alias is not None])
+        watch = _WatchedRun([one for one in noted if one.is_watched])
         with watch if watch.noted else nullcontext():
             yield
+        seen = watch.seen()
         for one in noted:
-            if one.is_left_alone:
-                changed = None
-            else:
-                changed = one.look(watch.copies.get(id(one)), is_read=id(one) in watch.read)
+            changed = None if one.is_left_alone else one.look(seen.get(id(one), _Seen()))
             if changed is not None:
                 self._changed.append(changed)
             elif not one.is_attribute and one.kind in (Tensor, nn.Parameter):
@@ -150,8 +147,8 @@ class _Changed(NamedTuple):
 class _Noted(NamedTuple):
     """A buffer before the first run.
 
-    ``changes``: whether runs change it, if that is known; then ``before`` has its values.  ``alias`` is the
-    same memory, if it is watched; ``memory`` tells whether it is moved, which plans do with what is trained.
+    ``changes``: whether runs change it, if that is known; then ``before`` has its values.  ``memory`` tells
+    whether it is moved, which plans do with what is trained.
     """
 
     module: nn.Module
@@ -163,40 +160,40 @@ class _Noted(NamedTuple):
     changes: bool | None
     memory: int | None = None
     before: Tensor | None = None
-    alias: Tensor | None = None
+    is_watched: bool = False
 
     @property
     def is_left_alone(self) -> bool:
         """Told soon, since most are."""
-        is_known = self.changes is False and self.alias is None
+        is_known = self.changes is False and not self.is_watched
         return is_known and self.own.get(self.name) is self.buffer and _version(self.buffer) == self.version
 
     @property
     def is_attribute(self) -> bool:
         return self.own is vars(self.module)
 
-    def look(self, copy: Tensor | None, *, is_read: bool) -> _Changed | None:
-        """What the first run, which is over, has done to it; ``copy``: its values, if it was written to while
-        it was watched.
-        """
+    def look(self, seen: _Seen) -> _Changed | None:
+        """What the first run, which is over, has done to it."""
         now = self.own.get(self.name)
-        if now is None or (self.own is self.module._parameters and type(now) is not self.kind):
-            return None  # a plan has fetched it, or let it go
         if not isinstance(now, Tensor):
             return None
+        if self.own is self.module._parameters and type(now) is not self.kind:
+            return None  # a plan has fetched it, or let it go
         is_another = now is not self.buffer
         is_moved = not is_another and self.memory is not None and _memory(now) != self.memory
-        is_written = copy is not None or _version(self.buffer) != self.version
+        is_written = seen.copy is not None or _version(self.buffer) != self.version
         if not (is_another or is_moved or is_written or self.changes):
             self._learn(False)
             return None
-        if self.is_attribute and not is_read and not is_written and not self.changes:
+        if self.is_attribute and not seen.is_read and not is_written and not self.changes:
             _results.setdefault(self.module, set()).add(self.name)
             return None
         self._learn(True)
-        before = self.before if self.before is not None else copy
+        before = self.before
+        if before is None and seen.copy is not None:
+            before = _like(self.buffer, seen.copy)
         if before is None and not is_written:
-            before = self.buffer if is_another else self.alias
+            before = self.buffer if is_another else seen.alias
         return _Changed(self.module, self.own, self.name, before, is_another, is_moved)
 
     def _learn(self, changes: bool) -> None:
@@ -205,41 +202,34 @@ class _Noted(NamedTuple):
             known[self.name, self.module.training] = changes
 
 
-class _Watch(TorchDispatchMode):
-    """Copies a buffer right before the first operation that writes to it.
-
-    ``copies`` has them by the ``id`` of what was noted; ``read`` tells which attributes operations take.
-    """
-
-    supports_higher_order_operators = True
+class _WatchedRun(CopiedBeforeWrites):
+    """Copies what was noted before it is written to, and notes which attributes operations take."""
 
     def __init__(self, noted: list[_Noted]) -> None:
-        super().__init__()
+        super().__init__(one.buffer for one in noted)
         self.noted = noted
-        self.copies: dict[int, Tensor] = {}
-        self.read: set[int] = set()
+        self._read: set[int] = set()
         self._looks_at_reads = any(one.is_attribute for one in noted)
-        self._places: dict[int, list[tuple[Piece, _Noted]]] = {}
-        for one in noted:
-            for piece in pieces_of(one.alias):
-                self._places.setdefault(piece.storage, []).append((piece, one))
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether a compiled function inside may run; what it writes is not seen."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for used in pieces_of((args, kwargs)) if self._looks_at_reads else ():
-            self.read |= {
-                id(one) for piece, one in self._places.get(used.storage, ()) if piece.overlaps(used)
-            }
-        for written in pieces_written(func, args, kwargs):
-            for piece, one in self._places.get(written.storage, ()):
-                if piece.overlaps(written) and id(one) not in self.copies:
-                    assert one.alias is not None
-                    self.copies[id(one)] = _copy(one.alias, one.buffer)
-        return func(*args, **(kwargs or {}))
+        if self._looks_at_reads:
+            self._read |= self.touched(pieces_of((args, kwargs)))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def seen(self) -> dict[int, _Seen]:
+        """What was seen, by the ``id`` of what was noted."""
+        return {
+            id(one): _Seen(self.aliases[place], self.copies.get(place), place in self._read)
+            for place, one in enumerate(self.noted)
+        }
+
+
+class _Seen(NamedTuple):
+    """The memory of a buffer that was watched, its values if it was written to, and whether it was read."""
+
+    alias: Tensor | None = None
+    copy: Tensor | None = None
+    is_read: bool = False
 
 
 @contextmanager
@@ -298,8 +288,8 @@ def _note(
     memory = buffer.data_ptr() if may_move else None
     if changes:
         return _Noted(owner, own, name, buffer, kind, version, changes, memory, _copy(buffer))
-    alias = _plain(buffer) if pieces_of(buffer) else None
-    return _Noted(owner, own, name, buffer, kind, version, changes, memory, None, alias)
+    is_watched = bool(pieces_of(buffer))
+    return _Noted(owner, own, name, buffer, kind, version, changes, memory, None, is_watched)
 
 
 @contextmanager
@@ -339,17 +329,13 @@ def _memory(buffer: Tensor) -> int | None:
     return buffer.data_ptr() if type(buffer) in (Tensor, nn.Parameter) else None
 
 
-def _plain(buffer: Tensor) -> Tensor:
-    """The same memory, without a gradient or the rules of a class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return buffer.data
+def _copy(values: Tensor) -> Tensor:
+    return _like(values, same_memory(values).clone())
 
 
-def _copy(values: Tensor, like: Tensor | None = None) -> Tensor:
-    """A copy; a parameter, if ``like`` or else ``values`` is one."""
-    like = values if like is None else like
-    copy = _plain(values).clone()
-    return nn.Parameter(copy, like.requires_grad) if isinstance(like, nn.Parameter) else copy
+def _like(buffer: Tensor, copy: Tensor) -> Tensor:
+    """``copy``, as a parameter if ``buffer`` is one."""
+    return nn.Parameter(copy, buffer.requires_grad) if isinstance(buffer, nn.Parameter) else copy
 
 
 def _set(buffer: Tensor, values: Tensor) -> None:

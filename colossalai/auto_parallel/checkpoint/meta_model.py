@@ -95,7 +95,7 @@ def _watched_values(module: nn.Module, before: KeptAttributes) -> Iterator[list[
     kept = KeptValues(before.tensors(), module.buffers())
     try:
         with kept:
-            yield kept.copies
+            yield list(kept.copies.values())
     finally:
         kept.restore()
 
