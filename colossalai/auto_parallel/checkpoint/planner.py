@@ -168,10 +168,6 @@ class CheckpointPlanner:
                 self.notes.append(f"mode {mode!r} is not used: the blocks are called in another order")
                 continue
             played[mode] = line
-        for read in played["keep"].reads if not any("values decide" in note for note in self.notes) else ():
-            self.notes.append(
-                f"a value is read, and was taken for {self.step.read_as} in the plan, at {read}"
-            )
         if unused := [name for name in self.blocks if name not in played["keep"].calls]:
             self.notes.append(
                 f"{len(unused)} blocks, such as {unused[0]!r}, were not called in the step that was played;"
@@ -198,6 +194,9 @@ class CheckpointPlanner:
             return self._play(modes)
         ways = WaysOfStep(self.step, partial(self._play, modes))
         if not ways.values_decide:
+            self.notes += [
+                f"a value is read, and was taken for 0 in the plan, at {read}" for read in ways.first.reads
+            ]
             return ways.first
         if (found := self._run_where_it_is(modes, ways)) is not None:
             self.notes.append(
